@@ -13,8 +13,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.ids import BlockDigest, BlockId
-
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -116,8 +114,4 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One forward pass: writes KV of every planned position, samples the planned rows."""
-        ...
-
-    def digest_blocks(self, block_ids: list[BlockId]) -> list[BlockDigest]:
-        """Digest of each block's bytes as they are now (see `kvtransfer.integrity` for the function)."""
         ...
