@@ -1,0 +1,370 @@
+"""The intake: credit, bind, pull, verify, commit. How a request's prompt blocks get from a prefill worker into this pool.
+
+    Submit -> (waits for credit) -> Credit -> first Offer: blocks are bound -> reads -> verified -> committed -> ready
+
+Credit is a promise in numbers; blocks are bound at the first offer. A block enters the pool's index only after its digest
+was verified (KV-5), and a request is ready only when every demanded block is (TX-1). Destinations of a read that was given
+up stay bound until the puller says that nothing can write them any more. Pure but for the puller behind its seam. Knows
+nothing about sampling or steps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, RouterId, WorkerId
+from core.messages import Credit, FromWorker, Offer, PullDone, Refused, Renew, Submit
+from core.request import AttemptKey
+from engine.kv.pool import BlockPool
+from kvtransfer.puller import PullJob, PullResult
+from kvtransfer.session import BlockPull, PullSession, SessionFailure
+from kvtransfer.transport.base import Peer
+
+CREDITS_WAITING_MAX = 1024
+"""Requests that wait for credit at one decode worker; more are refused as overloaded."""
+
+
+class Pulling(Protocol):
+    """What the intake needs of `kvtransfer.puller`."""
+
+    def submit(self, job: PullJob) -> None: ...
+
+    def abandon(self, key: AttemptKey) -> None: ...
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Reception:
+    """One try at one request until it is ready to decode, and after a failure until its destinations are quiescent."""
+
+    submit: Submit
+    router: RouterId
+    hashes: list[BlockHash]
+    """Of the demanded blocks."""
+    held: list[BlockId]
+    """Leading demanded blocks that were here already, referenced."""
+    received_s: float
+    deadline_s: float
+    session: PullSession | None = None
+    targets: list[BlockId] = field(default_factory=list)
+    num_reserved: int = 0
+    offer: Offer | None = None
+    """The latest offer, kept while no blocks could be bound for it."""
+    offered_final_s: float | None = None
+    num_bytes: int = 0
+    read_s: float = 0.0
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(request_id=self.submit.request_id, attempt=self.submit.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A request whose demanded blocks are all here; the references of `blocks` go to the receiver."""
+
+    submit: Submit
+    router: RouterId
+    hashes: list[BlockHash]
+    blocks: list[BlockId]
+    received_s: float
+
+
+class Intake:
+    """All receptions of one decode worker."""
+
+    def __init__(self, *, worker_id: WorkerId, pool: BlockPool, puller: Pulling, credit_s: float) -> None:
+        self._worker_id = worker_id
+        self._pool = pool
+        self._puller = puller
+        self._credit_s = credit_s
+        self._peers: dict[WorkerId, Epoch] = {}
+        self._waiting: deque[Reception] = deque()
+        self._active: dict[RequestId, Reception] = {}
+        self._abandoned: dict[AttemptKey, Reception] = {}
+        self._ready: list[Ready] = []
+        self._outbound: list[tuple[RouterId, FromWorker]] = []
+        self.counters = dict.fromkeys(
+            (
+                "pdcluster_pulled_blocks_total",
+                "pdcluster_pulled_bytes_total",
+                "pdcluster_pull_read_seconds_total",
+                "pdcluster_pulls_total",
+                "pdcluster_pulls_failed_total",
+                "pdcluster_digest_mismatches_total",
+                "pdcluster_credits_lapsed_total",
+            ),
+            0.0,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_receptions(self) -> int:
+        return len(self._active) + len(self._abandoned)
+
+    @property
+    def num_pins(self) -> int:
+        """References to blocks that receptions hold."""
+        receptions = [*self._waiting, *self._active.values(), *self._abandoned.values()]
+        return sum(len(r.held) + len(r.targets) for r in receptions)
+
+    def add(self, reception: Reception) -> None:
+        """Take a request that needs blocks from its prefill worker; answered by Credit or Refused."""
+        worker = reception.submit.prefill_worker
+        if worker is None or worker not in self._peers:
+            self._refuse(reception, "unknown_peer", f"no connection to prefill worker {worker}")
+        elif len(self._waiting) >= CREDITS_WAITING_MAX:
+            self._refuse(reception, "overloaded", f"{CREDITS_WAITING_MAX} requests wait for credit")
+        else:
+            self._waiting.append(reception)
+
+    def attempt_of(self, request_id: RequestId) -> Attempt | None:
+        """The attempt that waits or pulls here."""
+        reception = self._find(request_id)
+        return reception.submit.attempt if reception is not None else None
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Give up a request without an answer. Idempotent."""
+        reception = self._find(request_id)
+        if reception is not None:
+            self._drop(reception)
+
+    def cancel_router(self, router: RouterId) -> None:
+        """Give up everything a router asked for."""
+        for reception in [r for r in (*self._waiting, *self._active.values()) if r.router == router]:
+            self._drop(reception)
+
+    def _find(self, request_id: RequestId) -> Reception | None:
+        waiting = next((r for r in self._waiting if r.submit.request_id == request_id), None)
+        return waiting or self._active.get(request_id)
+
+    # ---- peers ---------------------------------------------------------------------------------------------------------
+
+    def peer_ready(self, peer: Peer) -> None:
+        self._peers[peer.worker] = peer.epoch
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Reads from a peer that is gone fail at once instead of at their deadline."""
+        if self._peers.get(peer.worker) != peer.epoch:
+            return
+        del self._peers[peer.worker]
+        lost = [r for r in (*self._waiting, *self._active.values()) if r.submit.prefill_worker == peer.worker]
+        for reception in lost:
+            self._fail(reception, "transfer_failed", f"prefill worker {peer.worker} (epoch {peer.epoch}) is gone")
+
+    # ---- credit --------------------------------------------------------------------------------------------------------
+
+    def _grant_credits(self, now: float) -> None:
+        """First come, first served: a promise is made only for blocks that are neither used nor promised."""
+        while self._waiting:
+            reception = self._waiting[0]
+            num_pull = len(reception.hashes) - len(reception.held)
+            needed = num_pull + reception.submit.request.num_children
+            promised = sum(r.num_reserved for r in self._active.values())
+            if self._pool.num_available - promised < needed:
+                return
+            self._waiting.popleft()
+            worker = reception.submit.prefill_worker
+            assert worker is not None
+            reception.num_reserved = needed
+            reception.session = PullSession(
+                key=reception.key,
+                peer=Peer(worker=worker, epoch=self._peers[worker]),
+                first_block_index=len(reception.held),
+                num_blocks=num_pull,
+                credit_deadline_s=now + self._credit_s,
+            )
+            self._active[reception.submit.request_id] = reception
+            self._send(
+                reception,
+                Credit(
+                    request_id=reception.submit.request_id,
+                    attempt=reception.submit.attempt,
+                    num_held_blocks=len(reception.held),
+                    num_demanded_blocks=len(reception.hashes),
+                    ttl_s=self._credit_s,
+                ),
+            )
+
+    # ---- offers and reads ----------------------------------------------------------------------------------------------
+
+    def on_offer(self, offer: Offer, now: float) -> None:
+        """A (relayed) offer; one of another attempt changes nothing (TX-2)."""
+        reception = self._active.get(offer.request_id)
+        if reception is None or reception.submit.attempt != offer.attempt:
+            return
+        if offer.is_final and reception.offered_final_s is None:
+            reception.offered_final_s = now
+        self._take_offer(reception, offer, now)
+
+    def _take_offer(self, reception: Reception, offer: Offer, now: float) -> None:
+        session = reception.session
+        assert session is not None
+        if not reception.targets:
+            targets = self._pool.allocate(len(reception.hashes) - len(reception.held))
+            if targets is None:
+                reception.offer = offer
+                return
+            reception.targets = targets
+            reception.num_reserved = reception.submit.request.num_children
+            session.bind(targets)
+        reception.offer = None
+        pulls = session.on_offer(offer, now)
+        if isinstance(pulls, SessionFailure):
+            self._fail(reception, "transfer_failed", pulls.reason)
+        elif pulls:
+            self._submit(reception, pulls)
+
+    def _submit(self, reception: Reception, pulls: Sequence[BlockPull]) -> None:
+        assert reception.session is not None
+        indexes = [p.index for p in pulls]
+        self._puller.submit(
+            PullJob(
+                key=reception.key,
+                peer=reception.session.peer,
+                indexes=indexes,
+                sources=[p.source for p in pulls],
+                targets=[reception.targets[i] for i in indexes],
+                digests=[p.digest for p in pulls],
+            )
+        )
+
+    def on_pull(self, result: PullResult, now: float) -> None:
+        """The end of one read: commit what was verified, retry or fail what was not."""
+        abandoned = self._abandoned.get(result.key)
+        if abandoned is not None:
+            self._settle(abandoned, result)
+            return
+        reception = self._active.get(result.key.request_id)
+        if reception is None or reception.key != result.key or reception.session is None:
+            return
+        reception.num_bytes += result.num_bytes
+        reception.read_s += result.seconds
+        self._count(result)
+        session = reception.session
+        for index in result.verified:
+            self._pool.cache(reception.targets[index], reception.hashes[len(reception.held) + index])
+        session.on_verified(result.verified)
+        if result.bad:
+            outcome = session.on_bad(result.bad, result.reason)
+            if isinstance(outcome, SessionFailure):
+                self._fail(reception, "transfer_failed", outcome.reason)
+                return
+            self._submit(reception, outcome)
+        if session.is_complete:
+            self._commit(reception, now)
+
+    def _count(self, result: PullResult) -> None:
+        self.counters["pdcluster_pulled_blocks_total"] += len(result.verified)
+        self.counters["pdcluster_pulled_bytes_total"] += result.num_bytes
+        self.counters["pdcluster_pull_read_seconds_total"] += result.seconds
+        self.counters["pdcluster_digest_mismatches_total"] += result.num_mismatches
+
+    def _commit(self, reception: Reception, now: float) -> None:
+        session = reception.session
+        assert session is not None and session.lease_id is not None
+        del self._active[reception.submit.request_id]
+        self.counters["pdcluster_pulls_total"] += 1
+        final_s = reception.offered_final_s if reception.offered_final_s is not None else now
+        done = PullDone(
+            request_id=reception.submit.request_id,
+            attempt=reception.submit.attempt,
+            lease_id=session.lease_id,
+            num_blocks=len(reception.targets),
+            num_bytes=reception.num_bytes,
+            transfer_s=now - final_s,
+            read_s=reception.read_s,
+        )
+        self._send(reception, done)
+        self._ready.append(
+            Ready(
+                submit=reception.submit,
+                router=reception.router,
+                hashes=reception.hashes,
+                blocks=reception.held + reception.targets,
+                received_s=reception.received_s,
+            )
+        )
+
+    # ---- time and endings ----------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Expiries, renewals, late bindings and credits."""
+        for reception in [r for r in (*self._waiting, *self._active.values()) if r.deadline_s <= now]:
+            self._fail(reception, "overloaded", "the request's deadline passed before its prompt was here")
+        for reception in list(self._active.values()):
+            session = reception.session
+            assert session is not None
+            if session.deadline_s <= now:
+                lapsed = session.lease_id is None
+                self.counters["pdcluster_credits_lapsed_total"] += lapsed
+                kind = "credit_lapsed" if lapsed else "transfer_failed"
+                self._fail(reception, kind, "no offer came in time" if lapsed else "the lease ended before all was read")
+            elif reception.offer is not None:
+                self._take_offer(reception, reception.offer, now)
+            elif session.lease_id is not None and session.renew_at_s <= now:
+                session.renewed(now)
+                key = reception.key
+                self._send(
+                    reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=session.lease_id)
+                )
+        self._grant_credits(now)
+
+    def _fail(self, reception: Reception, kind: str, reason: str) -> None:
+        self.counters["pdcluster_pulls_failed_total"] += 1
+        self._refuse(reception, kind, reason)
+
+    def _refuse(self, reception: Reception, kind: str, reason: str) -> None:
+        verified = reception.session.num_verified_prefix if reception.session is not None else 0
+        refused = Refused(
+            request_id=reception.submit.request_id,
+            attempt=reception.submit.attempt,
+            kind=kind,  # type: ignore[arg-type]
+            reason=f"{self._worker_id}: {reason}",
+            num_verified_blocks=len(reception.held) + verified,
+        )
+        self._send(reception, refused)
+        self._drop(reception)
+
+    def _drop(self, reception: Reception) -> None:
+        """Give everything back; what a read may still write stays bound until the puller reports its end."""
+        if reception in self._waiting:
+            self._waiting.remove(reception)
+        elif self._active.get(reception.submit.request_id) is reception:
+            del self._active[reception.submit.request_id]
+        self._pool.release(reception.held)
+        reception.held = []
+        reception.num_reserved = 0
+        session = reception.session
+        if session is not None and session.in_flight > 0:
+            session.cancel()
+            self._abandoned[reception.key] = reception
+            self._puller.abandon(reception.key)
+        else:
+            self._pool.release(reception.targets)
+            reception.targets = []
+
+    def _settle(self, reception: Reception, result: PullResult) -> None:
+        session = reception.session
+        assert session is not None
+        session.on_ended(len(result.verified) + len(result.bad))
+        if session.in_flight == 0:
+            del self._abandoned[result.key]
+            self._pool.release(reception.targets)
+            reception.targets = []
+
+    def _send(self, reception: Reception, message: FromWorker) -> None:
+        self._outbound.append((reception.router, message))
+
+    def take_ready(self) -> list[Ready]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
+        outbound, self._outbound = self._outbound, []
+        return outbound
+
+

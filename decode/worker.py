@@ -1,0 +1,409 @@
+"""The decode worker: takes requests in, computes the tail of their prompts (all of it in colocated mode) and samples every token.
+
+A synchronous state machine (`core.worker.Worker`), driven by its host. A request whose prompt blocks come from a prefill
+worker enters through `decode.intake`; the scheduler sees it only when every demanded block is verified (TX-1). Knows nothing
+about links, threads or text.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from core.errors import PdclusterError
+from core.hashing import ExtraKey, hash_blocks
+from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
+from core.layout import Handshake
+from core.messages import (
+    Cancel,
+    Connect,
+    Credit,
+    Disconnect,
+    Drain,
+    FromWorker,
+    Offer,
+    PeerReady,
+    PeerRefused,
+    Refused,
+    Submit,
+    Tokens,
+    TokenUpdate,
+    ToWorker,
+    WorkerStatus,
+)
+from core.request import AttemptKey, Request
+from decode.intake import Intake, Ready, Reception
+from engine.scheduler import Progress, Scheduler, Sequence
+from engine.step import Runner, StepPlan
+from kvtransfer.handshake import check_peers
+from kvtransfer.plan import num_demanded_blocks
+from kvtransfer.puller import PeerResult, PullJob, PullResult
+from kvtransfer.transport.base import Peer
+
+SEQUENCES_WAITING_MAX = 4096
+"""Sequences queued at one decode worker; more are refused as overloaded."""
+
+
+class Puller(Protocol):
+    """The transfer side (`kvtransfer.puller`)."""
+
+    def submit(self, job: PullJob) -> None: ...
+
+    def abandon(self, key: AttemptKey) -> None: ...
+
+    def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None: ...
+
+    def remove_peer(self, peer: Peer) -> None: ...
+
+    def poll(self) -> list[PullResult | PeerResult]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """Limits and names of one decode worker."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    handshake: Handshake
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    credit_s: float
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LiveRequest:
+    """A request that the scheduler knows: one sequence per child."""
+
+    request: Request
+    attempt: Attempt
+    router: RouterId
+    received_s: float
+    deadline_s: float
+    sequences: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+    has_answered: bool = False
+
+
+class DecodeWorker:
+    """See the module."""
+
+    role: Role = "decode"
+
+    def __init__(self, settings: DecodeSettings, *, scheduler: Scheduler, runner: Runner, puller: Puller) -> None:
+        self.worker_id = settings.worker_id
+        self.epoch = settings.epoch
+        self._settings = settings
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._block_size = scheduler.table.block_size
+        self._runner = runner
+        self._puller = puller
+        self._intake = Intake(
+            worker_id=settings.worker_id, pool=scheduler.pool, puller=puller, credit_s=settings.credit_s
+        )
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._by_sequence: dict[int, LiveRequest] = {}
+        self._peer_askers: dict[Peer, set[RouterId]] = {}
+        self._outbound: list[tuple[RouterId, FromWorker]] = []
+        self._is_draining = False
+        self._counters: dict[str, float] = dict.fromkeys(
+            (
+                "pdcluster_decode_prompt_tokens_computed_total",
+                "pdcluster_decode_prompt_tokens_cached_total",
+                "pdcluster_decode_tokens_total",
+                "pdcluster_preemptions_total",
+                "pdcluster_step_seconds_total",
+                "pdcluster_steps_total",
+            ),
+            0.0,
+        )
+
+    def handshake(self) -> Handshake:
+        return self._settings.handshake
+
+    # ---- messages ------------------------------------------------------------------------------------------------------
+
+    def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
+        if isinstance(message, Submit):
+            self._on_submit(source, message, now)
+        elif isinstance(message, Offer):
+            self._intake.on_offer(message, now)
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id, message.attempt)
+        elif isinstance(message, Connect):
+            self._on_connect(source, message)
+        elif isinstance(message, Disconnect):
+            self._lose_peer(Peer(worker=message.worker, epoch=message.epoch))
+        elif isinstance(message, Drain):
+            self._is_draining = True
+
+    def _on_submit(self, source: RouterId, message: Submit, now: float) -> None:
+        known = self._attempt_of(message.request_id)
+        if known is not None:
+            if message.attempt <= known:
+                return
+            self._cancel(message.request_id, known)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._outbound.append((source, refusal))
+            return
+        request = message.request
+        num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
+        demanded = request.token_ids[: num_demanded * self._block_size]
+        hashes = hash_blocks(demanded, self._block_size, extra_keys=_extra_keys(request))
+        held = self._pool.acquire_prefix(hashes)
+        if message.prefill_worker is not None and len(held) < num_demanded:
+            reception = Reception(
+                submit=message,
+                router=source,
+                hashes=hashes,
+                held=held,
+                received_s=now,
+                deadline_s=now + request.deadline_s,
+            )
+            self._intake.add(reception)
+            return
+        credit = Credit(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            num_held_blocks=num_demanded,
+            num_demanded_blocks=num_demanded,
+            ttl_s=self._settings.credit_s,
+        )
+        self._outbound.append((source, credit))
+        self._start(Ready(submit=message, router=source, hashes=hashes, blocks=held, received_s=now))
+
+    def _attempt_of(self, request_id: RequestId) -> Attempt | None:
+        live = self._live.get(request_id)
+        return live.attempt if live is not None else self._intake.attempt_of(request_id)
+
+    def _refusal(self, message: Submit) -> Refused | None:
+        request = message.request
+        num_tokens = len(request.token_ids) + request.sampling.max_tokens
+        if self._is_draining:
+            return self._refused(message, "draining", "the worker is draining")
+        if not request.token_ids or min(request.token_ids) < 0 or max(request.token_ids) >= self._settings.vocab_size:
+            text = f"the prompt needs at least one token id, all in [0, {self._settings.vocab_size})"
+            return self._refused(message, "invalid", text)
+        if num_tokens > self._settings.max_model_len or num_tokens > self._pool.num_blocks * self._block_size:
+            text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._settings.max_model_len}"
+            return self._refused(message, "too_long", text)
+        if self._scheduler.num_waiting + request.num_children > SEQUENCES_WAITING_MAX:
+            return self._refused(message, "overloaded", f"{SEQUENCES_WAITING_MAX} sequences are waiting")
+        return None
+
+    def _refused(self, message: Submit, kind: str, reason: str) -> Refused:
+        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
+        return Refused(request_id=message.request_id, attempt=message.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
+
+    def _start(self, ready: Ready) -> None:
+        """Hand a request to the scheduler, one sequence per child; they share the prompt's blocks."""
+        request = ready.submit.request
+        live = LiveRequest(
+            request=request,
+            attempt=ready.submit.attempt,
+            router=ready.router,
+            received_s=ready.received_s,
+            deadline_s=ready.received_s + request.deadline_s,
+            num_unfinished=request.num_children,
+        )
+        self._live[ready.submit.request_id] = live
+        for child in range(request.num_children):
+            if child > 0:
+                self._pool.acquire(ready.blocks)
+            sequence = self._sequence(request, child, ready.hashes, list(ready.blocks))
+            live.sequences.append(sequence)
+            self._by_sequence[id(sequence)] = live
+            self._scheduler.add(sequence)
+
+    def _sequence(self, request: Request, child: int, hashes: list[BlockHash], blocks: list[BlockId]) -> Sequence:
+        return Sequence(
+            name=f"{request.request_id}/{child}",
+            token_ids=list(request.token_ids),
+            prompt_length=len(request.token_ids),
+            sampling=request.sampling,
+            child=child,
+            eos_token_ids=self._settings.eos_token_ids,
+            hashes=list(hashes),
+            extra_keys=_extra_keys(request),
+            held_blocks=blocks,
+        )
+
+    def _cancel(self, request_id: RequestId, attempt: Attempt) -> None:
+        """Give everything back; another attempt's state is left alone (TX-2)."""
+        if self._intake.attempt_of(request_id) == attempt:
+            self._intake.cancel(request_id)
+        live = self._live.get(request_id)
+        if live is not None and live.attempt == attempt:
+            self._end(live)
+
+    def _end(self, live: LiveRequest) -> None:
+        for sequence in live.sequences:
+            self._scheduler.remove(sequence)
+            del self._by_sequence[id(sequence)]
+        del self._live[live.request.request_id]
+
+    def disconnect(self, source: RouterId, now: float) -> None:
+        self._intake.cancel_router(source)
+        for live in [r for r in self._live.values() if r.router == source]:
+            self._end(live)
+
+    # ---- peers ---------------------------------------------------------------------------------------------------------
+
+    def _on_connect(self, source: RouterId, message: Connect) -> None:
+        peer = Peer(worker=message.worker, epoch=message.epoch)
+        try:
+            check_peers(message.handshake, self._settings.handshake, message.worker, self.worker_id)
+        except PdclusterError as error:
+            self._outbound.append((source, _peer_refused(peer, str(error))))
+            return
+        for older in [p for p in self._peer_askers if p.worker == peer.worker and p.epoch < peer.epoch]:
+            self._lose_peer(older)
+        self._peer_askers.setdefault(peer, set()).add(source)
+        layout = message.handshake.layout
+        self._puller.add_peer(
+            peer, message.handshake.transport_metadata, message.handshake.num_blocks, layout.block_bytes()
+        )
+
+    def _on_peer_result(self, result: PeerResult) -> None:
+        askers = self._peer_askers.get(result.peer, set())
+        if result.is_ready:
+            self._intake.peer_ready(result.peer)
+            answer: FromWorker = PeerReady(worker=result.peer.worker, epoch=result.peer.epoch)
+        else:
+            self._peer_askers.pop(result.peer, None)
+            answer = _peer_refused(result.peer, result.reason)
+        self._outbound += [(router, answer) for router in sorted(askers)]
+
+    def _lose_peer(self, peer: Peer) -> None:
+        self._peer_askers.pop(peer, None)
+        self._intake.peer_lost(peer)
+        self._puller.remove_peer(peer)
+
+    # ---- work ----------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> bool:
+        results = self._puller.poll()
+        for result in results:
+            if isinstance(result, PullResult):
+                self._intake.on_pull(result, now)
+            else:
+                self._on_peer_result(result)
+        self._intake.advance(now)
+        for ready in self._intake.take_ready():
+            self._start(ready)
+        self._outbound += self._intake.take_outbound()
+        self._expire(now)
+        plan = self._scheduler.plan()
+        if plan is None:
+            return bool(results)
+        self._mark_started(plan, now)
+        output = self._runner.execute(plan)
+        self._counters["pdcluster_steps_total"] += 1
+        self._counters["pdcluster_step_seconds_total"] += sum(output.timings_s.values())
+        self._deliver(self._scheduler.apply(plan, output))
+        return True
+
+    def _expire(self, now: float) -> None:
+        for live in [r for r in self._live.values() if r.deadline_s <= now]:
+            reason = f"{self.worker_id}: the request's deadline passed"
+            refused = Refused(
+                request_id=live.request.request_id, attempt=live.attempt, kind="overloaded", reason=reason
+            )
+            self._outbound.append((live.router, refused))
+            self._end(live)
+
+    def _mark_started(self, plan: StepPlan, now: float) -> None:
+        counts = np.diff(plan.query_start)
+        lengths = np.repeat(self._scheduler.table.prompt_length[plan.rows], counts)
+        computed = int(np.count_nonzero(plan.positions < lengths))
+        self._counters["pdcluster_decode_prompt_tokens_computed_total"] += computed
+        if computed:
+            for live in self._live.values():
+                for sequence in live.sequences:
+                    if sequence.first_step_s is None and sequence.row is not None:
+                        sequence.first_step_s = now
+                        self._counters["pdcluster_decode_prompt_tokens_cached_total"] += sequence.num_cached_tokens
+
+    def _deliver(self, progress: Iterable[Progress]) -> None:
+        """One Tokens message per request with everything this step produced for it."""
+        updates: dict[RequestId, list[TokenUpdate]] = {}
+        for item in progress:
+            live = self._by_sequence[id(item.sequence)]
+            updates.setdefault(live.request.request_id, []).append(_update(item))
+        for request_id, tokens in updates.items():
+            live = self._live[request_id]
+            self._counters["pdcluster_decode_tokens_total"] += len(tokens)
+            self._outbound.append((live.router, self._tokens(live, tokens)))
+            live.num_unfinished -= sum(update.finish_reason is not None for update in tokens)
+            if live.num_unfinished == 0:
+                self._end(live)
+
+    def _tokens(self, live: LiveRequest, updates: list[TokenUpdate]) -> Tokens:
+        first = live.sequences[0]
+        is_first, live.has_answered = not live.has_answered, True
+        started_s = first.first_step_s if first.first_step_s is not None else live.received_s
+        return Tokens(
+            request_id=live.request.request_id,
+            attempt=live.attempt,
+            updates=tuple(updates),
+            num_cached_tokens=first.num_cached_tokens if is_first else 0,
+            num_computed_tokens=first.prompt_length - first.num_cached_tokens if is_first else 0,
+            queue_s=started_s - live.received_s if is_first else 0.0,
+        )
+
+    # ---- reports -------------------------------------------------------------------------------------------------------
+
+    def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
+        outbound, self._outbound = self._outbound + self._intake.take_outbound(), []
+        return outbound
+
+    def status(self) -> WorkerStatus:
+        counters = {**self._counters, **self._intake.counters}
+        counters["pdcluster_preemptions_total"] = float(self._scheduler.num_preemptions)
+        return WorkerStatus(
+            worker=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            state="draining" if self._is_draining else "ready",
+            num_waiting=self._scheduler.num_waiting + self._intake.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_leases=0,
+            num_pins=self._intake.num_pins,
+            kv=self._pool.usage(),
+            counters=counters,
+        )
+
+    def check(self) -> None:
+        self._scheduler.check()
+        assert len(self._by_sequence) == sum(len(r.sequences) for r in self._live.values())
+        if not self._live and not self._intake.num_receptions and not self._intake.num_waiting:
+            assert self._pool.num_used == 0, f"KV-1: {self._pool.num_used} blocks used while nothing runs or arrives"
+
+    def close(self) -> None:
+        self._puller.close()
+
+
+def _extra_keys(request: Request) -> tuple[ExtraKey, ...]:
+    return (ExtraKey(tag="salt", value=request.salt),) if request.salt else ()
+
+
+def _peer_refused(peer: Peer, reason: str) -> PeerRefused:
+    return PeerRefused(worker=peer.worker, epoch=peer.epoch, reason=reason)
+
+
+def _update(item: Progress) -> TokenUpdate:
+    sequence = item.sequence
+    assert item.token_id is not None
+    return TokenUpdate(
+        child=sequence.child,
+        first_index=len(sequence.token_ids) - sequence.prompt_length - 1,
+        token_ids=(item.token_id,),
+        logprobs=(item.logprobs,) if item.logprobs is not None else (),
+        finish_reason=item.finish_reason,
+        stop_token_id=item.token_id if item.finish_reason == "stop" else None,
+    )

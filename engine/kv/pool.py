@@ -1,0 +1,140 @@
+"""The block pool: which blocks are free, cached or used, and which block holds which hash.
+
+    allocate          cache               release
+    free ------> used ------> used+hash ----------> cached ---- allocate (evicts, oldest first) ---> used
+      ^___________| release of a block without hash    |________ acquire_prefix (hit) ____________> used
+
+KV-1: every block is exactly one of free, cached, used. KV-2: a hashed block is full and its hash is written once.
+Owned by the step thread. Knows nothing about requests, bytes or peers.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from core.ids import BlockDigest, BlockHash, BlockId
+from core.messages import KvUsage
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts, an index by hash, and least-recently-used eviction of cached blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._digests: dict[BlockId, BlockDigest] = {}
+        self._by_hash: dict[BlockHash, BlockId] = {}
+        self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self.num_evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out: free plus cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def usage(self) -> KvUsage:
+        return KvUsage(
+            blocks_total=self.num_blocks,
+            blocks_free=len(self._free),
+            blocks_cached=len(self._cached),
+            blocks_used=self.num_used,
+        )
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """`count` blocks, each referenced once and without hash, or None (and no change) when there are not enough."""
+        if count > self.num_available:
+            return None
+        blocks: list[BlockId] = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _unused = self._cached.popitem(last=False)
+                self._forget(block)
+                self.num_evictions += 1
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Iterable[BlockId]) -> None:
+        """One more reference to each block, cached or used. A free block is a broken invariant."""
+        for block in blocks:
+            if self._references[block] == 0:
+                assert block in self._cached, f"KV-1: acquired free block {block}"
+                del self._cached[block]
+            self._references[block] += 1
+
+    def acquire_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The blocks of the longest known prefix of `hashes`, referenced in the same call that reports them."""
+        blocks: list[BlockId] = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        self.acquire(blocks)
+        return blocks
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """One reference less for each block. Tails become evictable before heads, so prefixes live longest."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"KV-1: released block {block} that nobody holds"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hashes[block] is None:
+                    self._digests.pop(block, None)
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def cache(self, block: BlockId, block_hash: BlockHash) -> None:
+        """Make a full, used block findable by its hash. A second copy of a known hash stays without one (KV-2)."""
+        assert self._references[block] > 0, f"KV-2: cached block {block} that nobody holds"
+        known = self._hashes[block]
+        assert known is None or known == block_hash, f"KV-2: block {block} would change its hash"
+        if block_hash not in self._by_hash:
+            self._by_hash[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def set_digest(self, block: BlockId, digest: BlockDigest) -> None:
+        """Remember the digest of a full block for as long as its content lives."""
+        self._digests[block] = digest
+
+    def digest(self, block: BlockId) -> BlockDigest | None:
+        return self._digests.get(block)
+
+    def clear_cached(self) -> None:
+        """Forget every cached block; used blocks keep theirs."""
+        for block in self._cached:
+            self._forget(block)
+            self._free.append(block)
+        self._cached.clear()
+
+    def _forget(self, block: BlockId) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hashes[block] = None
+        self._digests.pop(block, None)
+
+    def check(self) -> None:
+        """Assert KV-1 and KV-2 over the whole pool; for tests and the idle hook."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "KV-1: a block is free twice"
+        assert not free & cached, "KV-1: a block is free and cached"
+        for index in range(self.num_blocks):
+            block = BlockId(index)
+            used = self._references[block] > 0
+            states = (block in free) + (block in cached) + used
+            assert states == 1, f"KV-1: block {block} is in {states} states"
+            block_hash = self._hashes[block]
+            assert block not in free or block_hash is None, f"KV-2: free block {block} has a hash"
+            assert block not in cached or block_hash is not None, f"KV-1: cached block {block} has no hash"
+            if block_hash is not None:
+                assert self._by_hash[block_hash] == block, f"KV-2: the index does not know block {block}"
+        assert len(self._by_hash) == sum(h is not None for h in self._hashes), "KV-2: the index names a block without hash"

@@ -1,0 +1,64 @@
+"""One prompt's hand-off at the prefill side: what has become final, under which lease, and the offers that say so.
+
+    prompt blocks      0        num_held        num_final            num_demanded
+                       [ decode has )[ offered so far )[ still to compute )
+                                      <---------- the lease ------------->
+
+Pure. Knows nothing about the engine or the transport.
+"""
+
+from dataclasses import dataclass, field
+
+from core.ids import Attempt, BlockDigest, BlockId, Epoch, LeaseId, RequestId, RouterId, WorkerId
+from core.messages import Offer
+from engine.scheduler import Sequence
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Handoff:
+    """State of one try at one prompt; lives until the last block is offered (the lease lives longer)."""
+
+    request_id: RequestId
+    attempt: Attempt
+    router: RouterId
+    sequence: Sequence
+    num_held: int
+    num_demanded: int
+    received_s: float
+    deadline_s: float
+    lease_id: LeaseId | None = None
+    started_s: float | None = None
+    block_ids: list[BlockId] = field(default_factory=list)
+    digests: list[BlockDigest] = field(default_factory=list)
+
+    @property
+    def num_offered(self) -> int:
+        """Blocks of the prompt up to which everything is offered or held by the reader."""
+        return self.num_held + len(self.block_ids)
+
+    def append(self, block_ids: list[BlockId], digests: list[BlockDigest]) -> None:
+        """Blocks that have become final, in order of the prompt."""
+        assert len(block_ids) == len(digests) and self.num_offered + len(block_ids) <= self.num_demanded
+        self.block_ids += block_ids
+        self.digests += digests
+
+    def offer(
+        self, *, worker: WorkerId, epoch: Epoch, lease_ttl_s: float, num_cached_blocks: int, now: float
+    ) -> Offer:
+        """The cumulative offer as of now."""
+        assert self.lease_id is not None and self.started_s is not None
+        return Offer(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            worker=worker,
+            epoch=epoch,
+            lease_id=self.lease_id,
+            lease_ttl_s=lease_ttl_s,
+            first_block_index=self.num_held,
+            block_ids=tuple(self.block_ids),
+            digests=tuple(self.digests),
+            is_final=self.num_offered == self.num_demanded,
+            queue_s=self.started_s - self.received_s,
+            prefill_s=now - self.started_s,
+            num_cached_blocks=num_cached_blocks,
+        )

@@ -1,0 +1,302 @@
+"""The prefill worker: computes the full blocks of prompts and leases them to whoever will decode. It never samples.
+
+A synchronous state machine (`core.worker.Worker`), driven by its host. A prompt is admitted only if the whole of it fits;
+every block that is offered is pinned by a lease until released or expired (KV-4), with its digest taken the moment it is
+final. Knows nothing about links, threads, decode workers' pools or text.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.hashing import ExtraKey
+from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
+from core.layout import Handshake
+from core.messages import (
+    Cancel,
+    Drain,
+    FromWorker,
+    Prefill,
+    Refused,
+    Release,
+    Renew,
+    ToWorker,
+    WorkerStatus,
+)
+from engine.scheduler import Progress, Scheduler, Sequence
+from engine.step import Runner
+from kvtransfer.lease import LeaseTable
+from kvtransfer.plan import num_demanded_blocks
+from prefill.handoff import Handoff
+
+PREFILLS_WAITING_MAX = 1024
+"""Prompts queued at one prefill worker; more are refused as overloaded."""
+
+
+class Digester(Protocol):
+    """Digests of local blocks (`kvtransfer.integrity`)."""
+
+    def digest(self, block_ids: list[BlockId]) -> list[BlockDigest]: ...
+
+
+class Serving(Protocol):
+    """The transfer side that lets peers read from here."""
+
+    def serve_hint(self, is_serving: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSettings:
+    """Limits and names of one prefill worker."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    handshake: Handshake
+    max_model_len: int
+    vocab_size: int
+    lease_s: float
+
+
+class PrefillWorker:
+    """See the module."""
+
+    role: Role = "prefill"
+
+    def __init__(
+        self, settings: PrefillSettings, *, scheduler: Scheduler, runner: Runner, digester: Digester, serving: Serving
+    ) -> None:
+        self.worker_id = settings.worker_id
+        self.epoch = settings.epoch
+        self._settings = settings
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._block_size = scheduler.table.block_size
+        self._runner = runner
+        self._digester = digester
+        self._serving = serving
+        self._leases = LeaseTable(settings.lease_s)
+        self._handoffs: dict[RequestId, Handoff] = {}
+        self._attempts: dict[RequestId, Attempt] = {}
+        self._by_sequence: dict[int, Handoff] = {}
+        self._outbound: list[tuple[RouterId, FromWorker]] = []
+        self._is_draining = False
+        self._counters: dict[str, float] = dict.fromkeys(
+            (
+                "pdcluster_prefill_computed_tokens_total",
+                "pdcluster_prefill_cached_tokens_total",
+                "pdcluster_prefill_prompts_total",
+                "pdcluster_leases_granted_total",
+                "pdcluster_leases_expired_total",
+                "pdcluster_blocks_offered_total",
+                "pdcluster_step_seconds_total",
+                "pdcluster_steps_total",
+            ),
+            0.0,
+        )
+
+    def handshake(self) -> Handshake:
+        return self._settings.handshake
+
+    # ---- messages ------------------------------------------------------------------------------------------------------
+
+    def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
+        if isinstance(message, Prefill):
+            self._on_prefill(source, message, now)
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id, message.attempt)
+        elif isinstance(message, Release):
+            self._pool.release(self._leases.release(message.lease_id))
+        elif isinstance(message, Renew):
+            self._leases.renew(message.lease_id, now)
+        elif isinstance(message, Drain):
+            self._is_draining = True
+
+    def _on_prefill(self, source: RouterId, message: Prefill, now: float) -> None:
+        known = self._handoffs.get(message.request_id)
+        if known is not None:
+            if message.attempt <= known.attempt:
+                return
+            self._cancel(message.request_id, known.attempt)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._outbound.append((source, refusal))
+            return
+        request = message.request
+        num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
+        sequence = Sequence(
+            name=f"{message.request_id}/{message.attempt}",
+            token_ids=list(request.token_ids[: num_demanded * self._block_size]),
+            prompt_length=len(request.token_ids),
+            sampling=None,
+            extra_keys=(ExtraKey(tag="salt", value=request.salt),) if request.salt else (),
+        )
+        handoff = Handoff(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            router=source,
+            sequence=sequence,
+            num_held=message.num_held_blocks,
+            num_demanded=num_demanded,
+            received_s=now,
+            deadline_s=now + request.deadline_s,
+        )
+        self._handoffs[message.request_id] = handoff
+        self._by_sequence[id(sequence)] = handoff
+        self._scheduler.add(sequence)
+
+    def _refusal(self, message: Prefill) -> Refused | None:
+        token_ids = message.request.token_ids
+        num_demanded = num_demanded_blocks(len(token_ids), self._block_size)
+        if self._is_draining:
+            return self._refused(message, "draining", "the worker is draining")
+        if not 0 <= message.num_held_blocks < num_demanded:
+            text = f"num_held_blocks is {message.num_held_blocks}, the prompt demands {num_demanded} blocks"
+            return self._refused(message, "invalid", text)
+        if len(token_ids) > self._settings.max_model_len or num_demanded > self._pool.num_blocks:
+            text = f"the prompt has {len(token_ids)} tokens, this worker takes {self._settings.max_model_len}"
+            return self._refused(message, "too_long", text)
+        if min(token_ids) < 0 or max(token_ids) >= self._settings.vocab_size:
+            return self._refused(message, "invalid", f"token ids must lie in [0, {self._settings.vocab_size})")
+        if self._scheduler.num_waiting >= PREFILLS_WAITING_MAX:
+            return self._refused(message, "overloaded", f"{PREFILLS_WAITING_MAX} prompts are waiting")
+        return None
+
+    def _refused(self, message: Prefill, kind: str, reason: str) -> Refused:
+        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
+        return Refused(request_id=message.request_id, attempt=message.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
+
+    def _cancel(self, request_id: RequestId, attempt: Attempt) -> None:
+        """Stop computing and give the lease back. Older and newer attempts are left alone (TX-2)."""
+        handoff = self._handoffs.get(request_id)
+        if handoff is not None and handoff.attempt == attempt:
+            self._end(handoff)
+        self._pool.release(self._leases.release_request(request_id, attempt))
+
+    def _end(self, handoff: Handoff) -> None:
+        self._scheduler.remove(handoff.sequence)
+        del self._handoffs[handoff.request_id]
+        del self._by_sequence[id(handoff.sequence)]
+
+    def disconnect(self, source: RouterId, now: float) -> None:
+        for handoff in [h for h in self._handoffs.values() if h.router == source]:
+            self._cancel(handoff.request_id, handoff.attempt)
+
+    # ---- work ----------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> bool:
+        self._expire(now)
+        plan = self._scheduler.plan()
+        progress = self._scheduler.take_admission_progress()
+        if plan is not None:
+            for sequence in [h.sequence for h in self._handoffs.values() if h.sequence.row is not None]:
+                self._mark_started(sequence, now)
+            output = self._runner.execute(plan)
+            self._counters["pdcluster_prefill_computed_tokens_total"] += plan.num_tokens
+            self._counters["pdcluster_steps_total"] += 1
+            self._counters["pdcluster_step_seconds_total"] += sum(output.timings_s.values())
+            progress += self._scheduler.apply(plan, output)
+        for item in _latest(progress):
+            self._mark_started(item.sequence, now)
+            self._offer_final_blocks(item, now)
+        self._serving.serve_hint(self._leases.num_leases > 0)
+        return plan is not None or bool(progress)
+
+    def _mark_started(self, sequence: Sequence, now: float) -> None:
+        handoff = self._by_sequence[id(sequence)]
+        if handoff.started_s is None:
+            handoff.started_s = now
+            self._counters["pdcluster_prefill_cached_tokens_total"] += sequence.num_cached_tokens
+
+    def _expire(self, now: float) -> None:
+        for lease in self._leases.reap(now):
+            self._counters["pdcluster_leases_expired_total"] += 1
+            self._pool.release(list(lease.block_ids))
+            handoff = self._handoffs.get(lease.request_id)
+            if handoff is not None and handoff.lease_id == lease.lease_id:
+                self._end(handoff)
+                self._give_up(handoff, "transfer_failed", "the lease ended before the reader took the blocks")
+        for handoff in [h for h in self._handoffs.values() if h.deadline_s <= now]:
+            self._cancel(handoff.request_id, handoff.attempt)
+            self._give_up(handoff, "overloaded", "the request's deadline passed before its prompt was computed")
+
+    def _give_up(self, handoff: Handoff, kind: str, reason: str) -> None:
+        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
+        refused = Refused(request_id=handoff.request_id, attempt=handoff.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
+        self._outbound.append((handoff.router, refused))
+
+    def _offer_final_blocks(self, progress: Progress, now: float) -> None:
+        """Lease and digest the blocks that became final, say so, and let the sequence go when all are."""
+        handoff = self._by_sequence[id(progress.sequence)]
+        num_final = min(progress.num_computed // self._block_size, handoff.num_demanded)
+        if num_final > handoff.num_offered:
+            row = progress.sequence.row
+            assert row is not None, f"{progress.sequence.name} progressed without a row"
+            blocks = self._scheduler.table.row_blocks(row)[handoff.num_offered : num_final]
+            self._lease(handoff, blocks, now)
+            handoff.append(blocks, self._digests(blocks))
+            self._counters["pdcluster_blocks_offered_total"] += len(blocks)
+            offer = handoff.offer(
+                worker=self.worker_id,
+                epoch=self.epoch,
+                lease_ttl_s=self._settings.lease_s,
+                num_cached_blocks=progress.sequence.num_cached_tokens // self._block_size,
+                now=now,
+            )
+            self._outbound.append((handoff.router, offer))
+        if progress.is_complete:
+            self._counters["pdcluster_prefill_prompts_total"] += 1
+            self._end(handoff)
+
+    def _lease(self, handoff: Handoff, blocks: list[BlockId], now: float) -> None:
+        if handoff.lease_id is None:
+            lease = self._leases.grant(handoff.request_id, handoff.attempt, now)
+            handoff.lease_id = lease.lease_id
+            self._counters["pdcluster_leases_granted_total"] += 1
+        else:
+            self._leases.renew(handoff.lease_id, now)
+        self._pool.acquire(blocks)
+        self._leases.extend(handoff.lease_id, blocks)
+
+    def _digests(self, blocks: list[BlockId]) -> list[BlockDigest]:
+        missing = [b for b in blocks if self._pool.digest(b) is None]
+        for block, digest in zip(missing, self._digester.digest(missing), strict=True):
+            self._pool.set_digest(block, digest)
+        return [d for b in blocks if (d := self._pool.digest(b)) is not None]
+
+    # ---- reports -------------------------------------------------------------------------------------------------------
+
+    def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
+        outbound, self._outbound = self._outbound, []
+        return outbound
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            worker=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            state="draining" if self._is_draining else "ready",
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_leases=self._leases.num_leases,
+            num_pins=self._leases.num_blocks,
+            kv=self._pool.usage(),
+            counters=dict(self._counters),
+        )
+
+    def check(self) -> None:
+        self._scheduler.check()
+        self._leases.check()
+        assert len(self._handoffs) == len(self._by_sequence)
+        if not self._handoffs and not self._leases.num_leases:
+            assert self._pool.num_used == 0, f"KV-1: {self._pool.num_used} blocks used while nothing is leased or running"
+
+    def close(self) -> None:
+        self._serving.close()
+
+
+def _latest(progress: list[Progress]) -> list[Progress]:
+    """The last progress of each sequence, in order."""
+    return list({id(p.sequence): p for p in progress}.values())
+
+
