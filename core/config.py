@@ -1,4 +1,4 @@
-"""The YAML that describes one cluster: its schema, its defaults, and errors naming file, line, key and nearest valid key.
+"""The YAML that describes one cluster: its schema, its defaults, and errors naming file, line, key and the nearest key.
 
 One file, one `ClusterConfig`. `--set path=value` changes a key before anything is checked, so that a file and an
 override obey the same rules. All problems of a file are reported together: the first is raised, the others are its

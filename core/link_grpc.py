@@ -1,8 +1,9 @@
 """The link over gRPC: one bidirectional stream of raw frames per link, without protobuf.
 
-Each link has its own connection, so that a peer that does not keep up slows nobody else. A frame leaves in the order of `send`;
-a peer that stops reading is cut when LINK_MESSAGES_MAX messages wait for it, a peer that dies is noticed when its connection
-closes or, without that, after KEEPALIVE_S + KEEPALIVE_TIMEOUT_S. Knows nothing about what the messages mean.
+Each link has its own connection, so that a peer that does not keep up slows nobody else. Frames leave in the order of
+`send`; a peer that stops reading is cut when LINK_MESSAGES_MAX messages wait for it; a peer that dies is noticed when
+its connection closes or, without that, after KEEPALIVE_S + KEEPALIVE_TIMEOUT_S. Knows nothing about what the messages
+mean.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class GrpcLink:
-    """One end of a gRPC link. `run` moves the frames and ends when the link has closed; the dialer or listener calls it."""
+    """One end of a gRPC link. `run`, called by the dialer or listener, moves the frames until the link has closed."""
 
     def __init__(self, peer: str, read: Read, write: Write) -> None:
         self.peer = peer
@@ -121,8 +122,10 @@ class GrpcLink:
             event.set()
 
     async def run(self, half_close: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Move frames until the link is closed. `half_close` tells the peer that nothing more comes and is followed by a
-        wait of at most FLUSH_S for the peer's end of stream."""
+        """Move frames until the link is closed.
+
+        `half_close` tells the peer that nothing more comes; its end of stream is then awaited for at most FLUSH_S.
+        """
         reader = asyncio.create_task(self._read_frames())
         writer = asyncio.create_task(self._write_frames())
         try:
@@ -220,7 +223,7 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen on `host:port` (0: any free port). Returns the endpoint, `host:port`. Raises OSError when it is taken."""
+        """Listen on `host:port` (0: any free port) and return that endpoint. Raises OSError when it is taken."""
         assert self._server is None, "a link server starts once"
         server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=LINKS_MAX)
         handler = grpc.stream_stream_rpc_method_handler(cast("Any", self._serve))

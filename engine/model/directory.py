@@ -6,6 +6,7 @@ nothing about how weights get into memory or where the directory came from.
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class _Fields:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = default if self.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(key, "is missing" if value is None else f"must be a positive number, is {value!r}")
         return float(value)
 
@@ -88,7 +89,8 @@ class _Fields:
 def read_config(path: Path) -> ModelConfig:
     """The config of the model in directory `path`.
 
-    Raises ModelLoadError, naming file and field of what is missing or unsupported. `dtype` is the dtype to run in by default: see `RUN_DTYPES`; float32 when config.json states none.
+    Its `dtype` is the one to run in by default: see `RUN_DTYPES`; float32 when config.json states none. Raises
+    ModelLoadError, naming file and field of what is missing or unsupported.
     """
     fields = _Fields(path, CONFIG_FILE, read_json_object(path, CONFIG_FILE))
     _require_supported(fields)
@@ -142,8 +144,9 @@ def check_directory(path: Path) -> ModelConfig:
 def weight_identity(path: Path) -> WeightIdentity:
     """SHA-256 over what KV depends on: the config's mathematics and every tensor's name, dtype, shape and content.
 
-    Splitting the same weights into other shards does not change it. The first call reads all weights (about 1 GB/s); the
-    result is kept in `IDENTITY_FILE` and holds while config, file sizes and modification times stay. Raises ModelLoadError.
+    Splitting the same weights into other shards does not change it. The first call reads all weights (about 1 GB/s);
+    the result is kept in `IDENTITY_FILE` and holds while config, file sizes and modification times stay the same.
+    Raises ModelLoadError.
     """
     config = read_config(path)
     entries = locate_tensors(path, config)

@@ -1,7 +1,8 @@
-"""Turn a llama-family GGUF file into an ordinary Hugging Face directory: dequantised safetensors, configs and tokenizer.
+"""Turn a llama-family GGUF file into an ordinary Hugging Face directory: safetensors, configs and tokenizer.
 
-Streams one tensor at a time, writes beside the target and renames, so that a crash leaves nothing half-made and any number of
-processes may import at once. Needs no torch. Knows nothing about where GGUF files come from or how directories are named.
+Dequantises one tensor at a time, writes beside the target and renames, so that a crash leaves nothing half-made and any
+number of processes may import at once. Needs no torch. Knows nothing about where GGUF files come from or how
+directories are named.
 """
 
 import fcntl
@@ -9,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,10 +79,10 @@ def import_gguf(source: Path, target: Path) -> Path:
     with _lock(target):
         if target.exists():
             return target
-        prefix = f".{target.name}.part-"
-        for leftover in target.parent.glob(f"{prefix}*"):  # of an import that died; nobody else writes under the lock
-            shutil.rmtree(leftover)
-        part = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        part = target.parent / f".{target.name}.part"
+        if part.exists():  # of an import that died: who holds the lock is alone
+            shutil.rmtree(part)
+        part.mkdir()
         try:
             _write_directory(_open(source), part)
             check_directory(part)
@@ -130,7 +130,7 @@ def _write_directory(gguf: _Gguf, directory: Path) -> None:
     except TokenizerFieldError as error:
         raise gguf.error(error.field, error.problem) from error
     config = _config(gguf, tokenizer)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    generation: dict[str, object] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(directory / CONFIG_FILE, config)
     _write_json(directory / GENERATION_CONFIG_FILE, generation)
     _write_json(directory / TOKENIZER_CONFIG_FILE, tokenizer.config)
@@ -182,7 +182,7 @@ def _rope_scaling(gguf: _Gguf, theta: float, head_dim: int) -> dict[str, Any] | 
         raise gguf.error("llama.rope.scaling.type", f"is {kind!r}; supported: none, linear")
     if _ROPE_FACTORS not in gguf.tensors:
         return None
-    # GGUF keeps only the divisors that Llama 3's scaling comes to; the published models share all parameters but the factor.
+    # GGUF keeps only the divisors that Llama 3's scaling comes to; the models share all its parameters but the factor.
     factors = np.asarray(gguf.tensors[_ROPE_FACTORS].data, dtype=np.float32)
     factor = _shortest(factors.max())
     if not np.allclose(factors, _llama3_divisors(theta, head_dim, factor), rtol=1e-4):

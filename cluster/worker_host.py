@@ -1,0 +1,244 @@
+"""Hosts one worker: links on an asyncio loop, steps on the step thread (or, in-process, on the same loop).
+
+    links --frames--> Doorway --(source, message)--> Inbox --> step: handle, advance --> outbound --> Doorway --> links
+
+One batch of messages per step and direction. Heartbeats leave from the loop, so that a long step does not look like a dead
+worker; they stop when the step thread has not come round for STEP_STALL_S. Knows nothing about what a role does.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+
+from core.clock import Clock
+from core.errors import LinkClosedError, LinkOverflowError
+from core.ids import RouterId
+from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
+from core.link import Link
+from core.messages import HEARTBEAT_S, AnyMessage, FromWorker, Hello, Reject, ToWorker, Welcome, WorkerStatus
+from core.worker import Worker
+
+HELLO_TIMEOUT_S = 5.0
+IDLE_WAIT_S = 0.05
+"""Longest pause of an idle step loop: expiries are seen this late at most."""
+STEP_STALL_S = 120.0
+"""A step thread that did not come round for so long is stuck: the worker falls silent and is taken for dead."""
+STOP_TIMEOUT_S = 10.0
+
+
+class Inbox:
+    """Messages from the loop to the step, and the bell that wakes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[tuple[RouterId, ToWorker | None]] = []
+        self.bell = threading.Event()
+        self.on_ring: Callable[[], None] = lambda: None
+
+    def put(self, source: RouterId, messages: list[ToWorker | None]) -> None:
+        """Messages of one frame; None says that the link to `source` is gone."""
+        with self._lock:
+            self._items += [(source, message) for message in messages]
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the step: there is something to look at. Any thread."""
+        self.bell.set()
+        self.on_ring()
+
+    def take(self) -> list[tuple[RouterId, ToWorker | None]]:
+        self.bell.clear()
+        with self._lock:
+            items, self._items = self._items, []
+        return items
+
+
+class Doorway:
+    """The loop's half: accepts links, feeds the inbox, delivers what the worker says."""
+
+    def __init__(self, *, welcome: Welcome, status: WorkerStatus, inbox: Inbox, clock: Clock) -> None:
+        self._welcome = welcome
+        self._inbox = inbox
+        self._clock = clock
+        self._links: dict[RouterId, Link] = {}
+        self._status = status
+        self._status_s = clock.now()
+
+    async def accept(self, link: Link) -> None:
+        """Serve one link until it closes (a `core.link.Accept`)."""
+        hello = await self._greet(link)
+        if hello is None:
+            return
+        older = self._links.get(hello.sender)
+        if older is not None:
+            self._inbox.put(hello.sender, [None])
+            await older.close("replaced by a newer link of the same sender")
+        self._links[hello.sender] = link
+        try:
+            link.send([self._welcome, self._status])
+            while True:
+                frame = await link.receive()
+                self._inbox.put(hello.sender, [m for m in frame if not isinstance(m, Hello)])  # type: ignore[misc]
+        except (LinkClosedError, LinkOverflowError):
+            if self._links.get(hello.sender) is link:
+                del self._links[hello.sender]
+                self._inbox.put(hello.sender, [None])
+
+    async def _greet(self, link: Link) -> Hello | None:
+        try:
+            frame = await asyncio.wait_for(link.receive(), HELLO_TIMEOUT_S)
+        except (TimeoutError, LinkClosedError):
+            await link.close("no Hello came")
+            return None
+        hello = frame[0] if frame else None
+        if not isinstance(hello, Hello):
+            reason = "the first message must be Hello"
+        elif hello.protocol_max < PROTOCOL_VERSION_MIN or hello.protocol_min > PROTOCOL_VERSION_MAX:
+            reason = (
+                f"{hello.sender} speaks protocol {hello.protocol_min} to {hello.protocol_max}, "
+                f"{self._welcome.worker} speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION_MAX}"
+            )
+        else:
+            return hello
+        link.send([Reject(reason=reason)])
+        await link.close(reason)
+        return None
+
+    def deliver(self, outbound: list[tuple[RouterId, FromWorker]], status: WorkerStatus) -> None:
+        """One frame per receiver; what is for a link that is gone is dropped, its requests are being cancelled."""
+        self._status, self._status_s = status, self._clock.now()
+        by_router: dict[RouterId, list[AnyMessage]] = {}
+        for router, message in outbound:
+            by_router.setdefault(router, []).append(message)
+        for router, messages in by_router.items():
+            self._send(router, messages)
+
+    def heartbeat(self) -> None:
+        """To every peer, unless the step is stuck."""
+        if self._clock.now() - self._status_s < STEP_STALL_S:
+            for router in list(self._links):
+                self._send(router, [self._status])
+
+    def _send(self, router: RouterId, messages: list[AnyMessage]) -> None:
+        link = self._links.get(router)
+        if link is None:
+            return
+        try:
+            link.send(messages)
+        except (LinkClosedError, LinkOverflowError):
+            if self._links.get(router) is link:
+                del self._links[router]
+            self._inbox.put(router, [None])
+
+    async def beat(self) -> None:
+        """Send heartbeats for ever."""
+        while True:
+            self.heartbeat()
+            await self._clock.sleep(HEARTBEAT_S)
+
+
+def step_once(worker: Worker, inbox: Inbox, now: float) -> bool:
+    """Take messages in and run one iteration; True if there was anything to do."""
+    items = inbox.take()
+    for source, group in itertools.groupby(items, key=lambda item: item[0]):
+        for _source, message in group:
+            if message is None:
+                worker.disconnect(source, now)
+            else:
+                worker.handle(source, message, now)
+    return worker.advance(now) or bool(items)
+
+
+def welcome_of(worker: Worker, *, pid: int, model_name: str, max_model_len: int) -> Welcome:
+    """The worker's answer to Hello."""
+    return Welcome(
+        worker=worker.worker_id,
+        role=worker.role,
+        epoch=worker.epoch,
+        pid=pid,
+        handshake=worker.handshake(),
+        model_name=model_name,
+        max_model_len=max_model_len,
+    )
+
+
+class ThreadedHost:
+    """The step thread of a worker process. The loop that runs the doorway is the caller's."""
+
+    def __init__(self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock) -> None:
+        self._worker = worker
+        self._doorway = doorway
+        self._inbox = inbox
+        self._clock = clock
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[BaseException], None] = lambda _error: None
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure` is called on the step thread when the worker broke an invariant; the process must end then."""
+        self._loop, self._on_failure = loop, on_failure
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the step thread, then the worker."""
+        self._stop.set()
+        self._inbox.ring()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                did_work = step_once(self._worker, self._inbox, self._clock.now())
+                self._hand_over()
+                if not did_work:
+                    self._inbox.bell.wait(IDLE_WAIT_S)
+        except BaseException as error:
+            self._on_failure(error)
+            raise
+        finally:
+            self._worker.close()
+
+    def _hand_over(self) -> None:
+        assert self._loop is not None
+        outbound = self._worker.take_outbound()
+        status = self._worker.status()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._doorway.deliver, outbound, status)
+
+
+class AsyncHost:
+    """Worker and doorway on one loop, for the in-process runtime and the simulator."""
+
+    def __init__(self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock) -> None:
+        self.worker = worker
+        self._doorway = doorway
+        self._inbox = inbox
+        self._clock = clock
+        self._wake = asyncio.Event()
+        inbox.on_ring = self._wake.set
+
+    async def run(self) -> None:
+        """Step for ever; between steps the loop serves others."""
+        while True:
+            self._wake.clear()
+            did_work = step_once(self.worker, self._inbox, self._clock.now())
+            self._doorway.deliver(self.worker.take_outbound(), self.worker.status())
+            if did_work:
+                await asyncio.sleep(0)
+                continue
+            self.worker.check()
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until a message arrives or IDLE_WAIT_S of the clock passed."""
+        sleep = asyncio.ensure_future(self._clock.sleep(IDLE_WAIT_S))
+        wake = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait({sleep, wake}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in (sleep, wake):
+                future.cancel()
+            await asyncio.gather(sleep, wake, return_exceptions=True)

@@ -1,0 +1,103 @@
+"""Fields of the OpenAI API (and of its common extensions) that this server knows but does not support yet.
+
+A field here is refused with 400 unless its value changes nothing (then it is dropped), so that no client ever believes
+that a field was honoured when it was not. Knows nothing about the fields that are supported.
+"""
+
+from core.errors import InvalidRequestError, UnsupportedFieldError
+from router.protocol.base import FIELD_NAME_CHARS_MAX, nearest_name
+
+NEVER: tuple[object, ...] = ()
+"""No value of the field is harmless, except null."""
+
+_BOTH: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": NEVER,
+    "allowed_token_ids": NEVER,
+    "bad_words": ([],),
+    "cache_salt": NEVER,
+    "ec_transfer_params": NEVER,
+    "guided_choice": NEVER,
+    "guided_grammar": NEVER,
+    "guided_json": NEVER,
+    "guided_regex": NEVER,
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": NEVER,
+    "length_penalty": (1.0, 1),
+    "logprob_token_ids": NEVER,
+    "min_tokens": (0,),
+    "priority": (0,),
+    "prompt_cache_key": NEVER,
+    "prompt_cache_retention": NEVER,
+    "prompt_embeds": NEVER,
+    "prompt_logprobs": NEVER,
+    "repetition_detection": NEVER,
+    "request_id": NEVER,
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "session_id": NEVER,
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": NEVER,
+    "thinking_token_budget": NEVER,
+    "truncate_prompt_tokens": NEVER,
+    "truncation_side": NEVER,
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+_COMPLETION: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": NEVER,
+}
+_CHAT: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": NEVER,
+    "chat_template": NEVER,
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "metadata": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": NEVER,
+    "parallel_tool_calls": (True, False),
+    "prediction": NEVER,
+    "reasoning_effort": NEVER,
+    "safety_identifier": NEVER,
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": NEVER,
+}
+COMPLETION_UNSUPPORTED = _BOTH | _COMPLETION
+"""Field -> values that change nothing, for /v1/completions."""
+CHAT_UNSUPPORTED = _BOTH | _CHAT
+"""Field -> values that change nothing, for /v1/chat/completions."""
+
+
+def drop_harmless_fields(
+    body: dict[str, object], supported: frozenset[str], unsupported: dict[str, tuple[object, ...]]
+) -> dict[str, object]:
+    """`body` without null fields and without unsupported fields whose value changes nothing.
+
+    Raises UnsupportedFieldError for a known field that is not supported, InvalidRequestError for an unknown one.
+    """
+    kept: dict[str, object] = {}
+    for name, value in body.items():
+        if name in supported:
+            kept[name] = value
+        elif name not in unsupported:
+            short = name[:FIELD_NAME_CHARS_MAX]
+            near = nearest_name(short, supported)
+            hint = f" Did you mean '{near}'?" if near else ""
+            raise InvalidRequestError(message=f"Unknown field '{short}'.{hint}", param=short)
+        elif value is not None and not any(type(value) is type(v) and value == v for v in unsupported[name]):
+            raise UnsupportedFieldError(field=name)
+    return {name: value for name, value in kept.items() if value is not None}

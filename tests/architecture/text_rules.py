@@ -1,0 +1,93 @@
+"""Rules about scripts, documents and what holds them together with the code: paths exist, numbers agree, nothing is skipped.
+
+Each takes a `Source` and returns what breaks it. Knows nothing about imports or sizes.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.architecture.source import Source, dotted
+
+INVARIANT = re.compile(r"\b(?:KV|TX|EV|RQ|SP|GR|EP|CL)-\d+\b")
+PATH = re.compile(r"(?<![\w./~$}-])(?:scripts|configs|tests|docs|\.ci)/[\w./-]*\w")
+HIDING_OPTIONS = ("--deselect", "--ignore", "-k ", "-k=", "-m ", "--continue-on-collection-errors", "|| true")
+HIDING_CALLS = ("skip", "skipif", "importorskip", "xfail", "skipTest", "SkipTest", "collect_ignore")
+PLUGIN_FOLDER = "tests/plugins/"
+"""The only place that may name what hides a test: it polices it, and its tests plant it."""
+
+
+def script_hides_no_test(source: Source) -> Iterator[str]:
+    texts = source.scripts | {"pyproject.toml": str(source.project.get("tool"))}
+    for path, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if path == "pyproject.toml" or "pytest" in line or "scripts/test" in line or "true" in line:
+                found = [option for option in HIDING_OPTIONS if option in line.partition("# ")[0]]
+                yield from (f"{path}:{number}: {option.strip()} hides tests" for option in found)
+
+
+def test_is_never_skipped(source: Source) -> Iterator[str]:
+    for module in source.tests:
+        if str(module.path).startswith(PLUGIN_FOLDER):
+            continue
+        for node in ast.walk(module.tree):
+            name = dotted(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+            if name.rpartition(".")[2] in HIDING_CALLS:
+                assert isinstance(node, ast.expr)
+                yield f"{module.path}:{node.lineno}: {name}: only tests/quarantine.toml excuses a test"
+            if isinstance(node, ast.Attribute) and node.attr in ("assume",) and dotted(node) == "pytest.assume":
+                yield f"{module.path}:{node.lineno}: {name}"
+
+
+def path_exists(source: Source) -> Iterator[str]:
+    """A path that a script, a document or pyproject.toml names exists, so that a filter cannot silently stop to match."""
+    texts = source.scripts | source.documents | {"pyproject.toml": source.read("pyproject.toml")}
+    for path, text in texts.items():
+        for found in sorted(set(PATH.findall(text))):
+            if not (source.root / found).exists() and not (source.root / found).with_suffix(".py").exists():
+                yield f"{path}: {found} does not exist"
+
+
+def invariant_is_everywhere(source: Source) -> Iterator[str]:
+    """A number that the code or the tests name is in docs/invariants.md; one that is documented as held is in both."""
+    documented = set(INVARIANT.findall(source.read("docs/invariants.md")))
+    held = {number for number, places in invariant_places(source).items() if places != ("later",)}
+    in_code = {number for module in source.modules for number in INVARIANT.findall(module.text)}
+    in_tests = {number for module in source.tests for number in INVARIANT.findall(module.text)}
+    yield from (f"docs/invariants.md: {number} is missing" for number in sorted((in_code | in_tests) - documented))
+    yield from (f"{number}: no module names it" for number in sorted(held - in_code))
+    yield from (f"{number}: no test names it" for number in sorted(held - in_tests))
+
+
+def invariant_place_is_real(source: Source) -> Iterator[str]:
+    """Every file that docs/invariants.md gives as a place where an invariant is checked names that invariant."""
+    for number, places in invariant_places(source).items():
+        for place in places:
+            if place != "later" and number not in source.read(place):
+                yield f"docs/invariants.md: {place} does not name {number}"
+
+
+def invariant_places(source: Source) -> dict[str, tuple[str, ...]]:
+    """By number: the files in the last column of its row, or `later`."""
+    rows: dict[str, tuple[str, ...]] = {}
+    for line in source.read("docs/invariants.md").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and INVARIANT.fullmatch(cells[0]):
+            rows[cells[0]] = ("later",) if cells[2] == "later" else tuple(re.findall(r"`([^`]+)`", cells[2]))
+    return rows
+
+
+def metric_is_documented(source: Source) -> Iterator[str]:
+    """Every metric of core/metrics.py is explained in docs/runbook.md."""
+    known = source.read("docs/runbook.md")
+    for name in sorted(set(re.findall(r"\"((?:pdcluster_|vllm:)\w+)\"", source.read("core/metrics.py")))):
+        if name not in known:
+            yield f"docs/runbook.md: metric {name} is missing"
+
+
+def text_names_no_machine(source: Source) -> Iterator[str]:
+    """No file depends on where somebody's checkout lies."""
+    texts = source.scripts | source.documents | {str(m.path): m.text for m in (*source.modules, *source.tests)}
+    for path, text in texts.items():
+        for found in sorted(set(re.findall(r"(?<![\w.])/(?:work|root|home/\w+)/[\w./-]*", text))):
+            yield f"{path}: {found} is a path of one machine"

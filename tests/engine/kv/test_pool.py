@@ -1,0 +1,115 @@
+"""The block pool against a model made of plain dictionaries.
+
+Goal: KV-1 and KV-2 hold after any sequence of operations. Method: a Hypothesis state machine whose model knows, per block,
+how many references are out and which hash it carries; after every rule `check()` runs and the counts are compared.
+"""
+
+import hashlib
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from core.ids import BlockHash, BlockId
+from engine.kv.pool import BlockPool
+
+NUM_BLOCKS = 6
+
+
+def _hash(number: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(bytes([number])).digest())
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.held: list[BlockId] = []
+        self.hashes: dict[BlockId, BlockHash] = {}
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def allocate(self, count: int) -> None:
+        available = self.pool.num_available
+        blocks = self.pool.allocate(count)
+        assert (blocks is None) == (count > available)
+        for block in blocks or []:
+            assert block not in self.held, "an allocated block was still held"
+            self.hashes.pop(block, None)
+            self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.held.remove(block)
+        self.pool.release([block])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), number=st.integers(0, 4))
+    def cache(self, data: st.DataObject, number: int) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        if block in self.hashes:
+            return
+        self.pool.cache(block, _hash(number))
+        if _hash(number) not in self.hashes.values():
+            self.hashes[block] = _hash(number)
+
+    @rule(numbers=st.lists(st.integers(0, 4), max_size=3, unique=True))
+    def acquire_prefix(self, numbers: list[int]) -> None:
+        blocks = self.pool.acquire_prefix([_hash(n) for n in numbers])
+        by_hash = {h: b for b, h in self.hashes.items()}
+        expected = []
+        for number in numbers:
+            if _hash(number) not in by_hash:
+                break
+            expected.append(by_hash[_hash(number)])
+        assert blocks == expected
+        self.held += blocks
+
+    @rule()
+    def clear_cached(self) -> None:
+        self.pool.clear_cached()
+        self.hashes = {b: h for b, h in self.hashes.items() if b in self.held}
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check()
+        usage = self.pool.usage()
+        assert usage.blocks_used == len(set(self.held))
+        assert usage.blocks_cached == len(set(self.hashes) - set(self.held))
+        assert usage.blocks_free + usage.blocks_cached + usage.blocks_used == usage.blocks_total == NUM_BLOCKS
+
+
+TestPool = PoolMachine.TestCase
+
+
+def test_oldest_cached_block_is_evicted_first_and_tails_before_heads() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    for number, block in enumerate(blocks):
+        pool.cache(block, _hash(number))
+    pool.release(blocks)
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.acquire_prefix([_hash(0), _hash(1), _hash(2)]) == blocks[:2]
+
+
+def test_digest_is_forgotten_when_the_content_is() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.cache(blocks[0], _hash(0))
+    pool.set_digest(blocks[0], 7)  # type: ignore[arg-type]
+    pool.release(blocks)
+    assert pool.digest(blocks[0]) == 7
+    assert pool.allocate(1) == blocks
+    assert pool.digest(blocks[0]) is None
+
+
+def test_changing_a_hash_is_a_broken_invariant() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.cache(blocks[0], _hash(0))
+    with pytest.raises(AssertionError, match="KV-2"):
+        pool.cache(blocks[0], _hash(1))

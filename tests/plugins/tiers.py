@@ -1,0 +1,61 @@
+"""Pytest plugin: which tests run, chosen by what they need.
+
+A test without a marker is fast: Python only. The markers torch, ray, process, slow and gpu name a need (see pyproject.toml).
+`--tier` picks a set by these markers and nothing else does. A whole module of another tier is not even imported, so that the
+fast tier stays free of torch. Knows nothing about quarantine or about what a fast test may do.
+"""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+NEEDS = frozenset({"torch", "ray", "process", "slow", "gpu"})
+
+TIERS: dict[str, Callable[[frozenset[str]], bool]] = {
+    "fast": lambda needs: not needs,
+    "test": lambda needs: not needs & {"slow", "gpu"},
+    "slow": lambda needs: "slow" in needs and "gpu" not in needs,
+    "gpu": lambda needs: "gpu" in needs,
+}
+"""By name: does a test with these needs belong to the tier? `test` is what scripts/test runs."""
+
+MODULE_EXCLUDES = {"fast": NEEDS, "test": frozenset({"slow", "gpu"}), "slow": frozenset({"gpu"}), "gpu": frozenset[str]()}
+"""By tier: a module marked as a whole with one of these needs is not collected."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=sorted(TIERS), default="test", help="which tests run, by what they need")
+
+
+def needs_of(item: pytest.Item) -> frozenset[str]:
+    """The needs that a test is marked with."""
+    return NEEDS & {marker.name for marker in item.iter_markers()}
+
+
+def module_needs(source: str) -> frozenset[str]:
+    """The needs in a module's `pytestmark`, read without importing it."""
+    return frozenset(
+        node.attr
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in statement.targets)
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Attribute) and node.attr in NEEDS
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    excluded = MODULE_EXCLUDES[config.getoption("--tier")]
+    return True if excluded & module_needs(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    belongs = TIERS[config.getoption("--tier")]
+    others = [item for item in items if not belongs(needs_of(item))]
+    if others:
+        items[:] = [item for item in items if belongs(needs_of(item))]
+        config.hook.pytest_deselected(items=others)
