@@ -177,10 +177,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
 
 def parse_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     """As `load_config`, for YAML already read; `file` is its name in errors."""
-    source = ConfigSource(file)
-    source.read(text)
-    for number, override in enumerate(overrides, start=1):
-        source.override(override, number)
+    source = _read_source(file, text, overrides)
     version = source.data.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         problem = "is required" if version is None else f"{version!r} is not supported"
@@ -197,9 +194,23 @@ def parse_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Clus
     return config
 
 
+def config_error(path: Path, overrides: Sequence[str], key: str, problem: str, hint: str = "") -> ConfigError:
+    """An error at a dotted key of a file that `load_config` took, for what only shows outside of it (model, ports)."""
+    source = _read_source(str(path), path.read_text(encoding="utf-8"), overrides)
+    return source.error(tuple(key.split(".")), problem, hint)
+
+
 def effective_config(config: ClusterConfig) -> str:
     """The whole configuration as YAML, defaults included, for the log."""
     return dump_yaml(config.model_dump())
+
+
+def _read_source(file: str, text: str, overrides: Sequence[str]) -> ConfigSource:
+    source = ConfigSource(file)
+    source.read(text)
+    for number, override in enumerate(overrides, start=1):
+        source.override(override, number)
+    return source
 
 
 def _first(problems: list[ConfigError]) -> ConfigError:

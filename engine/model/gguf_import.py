@@ -73,24 +73,35 @@ class _Gguf:
 def import_gguf(source: Path, target: Path) -> Path:
     """Write the model in GGUF file `source` as Hugging Face directory `target`, unless that exists; returns `target`.
 
-    Raises ModelLoadError for anything in the file that is damaged or not supported, naming its field.
+    Raises ModelLoadError for anything in the file that is damaged or not supported, naming its field, and when `target`
+    cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target):
-        if target.exists():
-            return target
-        part = target.parent / f".{target.name}.part"
-        if part.exists():  # of an import that died: who holds the lock is alone
-            shutil.rmtree(part)
-        part.mkdir()
-        try:
-            _write_directory(_open(source), part)
-            check_directory(part)
-            part.rename(target)
-        except BaseException:
-            shutil.rmtree(part)
-            raise
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target):
+            if not target.exists():
+                _import_under_lock(source, target)
+    except OSError as error:
+        problem = f"cannot be written: {error}"
+        raise ModelLoadError(path=target, file=".", field="directory", problem=problem) from error
     return target
+
+
+def _import_under_lock(source: Path, target: Path) -> None:
+    part = target.parent / f".{target.name}.part"
+    if part.exists():  # of an import that died: who holds the lock is alone
+        shutil.rmtree(part)
+    part.mkdir()
+    try:
+        _write_directory(_open(source), part)
+        check_directory(part)
+        for file in part.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part)
+        raise
 
 
 @contextmanager
@@ -134,7 +145,7 @@ def _write_directory(gguf: _Gguf, directory: Path) -> None:
     _write_json(directory / CONFIG_FILE, config)
     _write_json(directory / GENERATION_CONFIG_FILE, generation)
     _write_json(directory / TOKENIZER_CONFIG_FILE, tokenizer.config)
-    tokenizer.tokenizer.save(str(directory / TOKENIZER_FILE))
+    (directory / TOKENIZER_FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_weights(gguf, directory / SINGLE_FILE)
 
 
@@ -218,8 +229,6 @@ def _write_weights(gguf: _Gguf, file: Path) -> None:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, tensor in sources.items():
             out.write(_content(gguf, name, tensor).tobytes())
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _hf_name(gguf: _Gguf, name: str) -> str:

@@ -124,6 +124,7 @@ def write_gguf(tmp_path: Path, gguf_tensors: Tensors) -> WriteGguf:
         *,
         architecture: str = "llama",
         pre: str = "smollm",
+        rope_theta: float = 10_000.0,
         strings: Mapping[str, str] | None = None,
         tensors: Mapping[str, NDArray[Any] | None] | None = None,
         quantized: frozenset[str] = frozenset(),
@@ -136,7 +137,7 @@ def write_gguf(tmp_path: Path, gguf_tensors: Tensors) -> WriteGguf:
         writer.add_head_count(GGUF_HEADS)
         writer.add_head_count_kv(GGUF_KV_HEADS)
         writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_rope_freq_base(10_000.0)
+        writer.add_rope_freq_base(rope_theta)
         for key, value in (strings or {}).items():
             writer.add_string(key, value)
         _add_tokenizer(writer, pre)

@@ -121,9 +121,7 @@ def test_field_is_named_when_config_is_not_supported(
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
-def test_file_is_named_when_it_is_not_a_json_object(
-    write_directory: WriteDirectory, file: str, content: bytes
-) -> None:
+def test_file_is_named_when_it_is_not_a_json_object(write_directory: WriteDirectory, file: str, content: bytes) -> None:
     path = write_directory()
     (path / file).write_bytes(content)
     expect_refusal(path, file, "JSON")

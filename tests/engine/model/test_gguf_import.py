@@ -80,15 +80,15 @@ def test_embeddings_are_tied_when_there_is_no_output_tensor(write_gguf: WriteGgu
 
 
 def test_llama3_scaling_is_recovered_from_its_factors(write_gguf: WriteGguf, tmp_path: Path) -> None:
-    wavelength = 2 * np.pi * 10_000.0 ** (np.arange(0, 8, 2) / 8)
-    factors = np.where(wavelength > 8192, 8.0, 1.0).astype(np.float32)
-    smooth = (8192 / wavelength - 1) / 3
-    between = (wavelength <= 8192) & (wavelength >= 2048)
-    factors[between] = 1 / ((1 - smooth[between]) / 8 + smooth[between])
-    factors[-1] = 8.0
-    if not np.allclose(factors.max(), 8.0):
-        raise AssertionError
-    source = write_gguf(tensors={"rope_freqs.weight": factors})
+    # Wavelengths at theta 500,000 and head_dim 8: 6, 167, 4443 (between 8192 / 4 and 8192 / 1) and 118,144.
+    smooth = (8192 / (2 * np.pi * 500_000.0**0.5) - 1) / 3
+    factors = np.array([1.0, 1.0, 1 / ((1 - smooth) / 8 + smooth), 8.0], np.float32)
+    path = import_gguf(write_gguf(rope_theta=500_000.0, tensors={"rope_freqs.weight": factors}), tmp_path / "tiny")
+    assert read_config(path).rope_scaling == RopeScaling(kind="llama3", factor=8.0)
+
+
+def test_tensor_is_named_when_rope_factors_are_not_llama3s(write_gguf: WriteGguf, tmp_path: Path) -> None:
+    source = write_gguf(tensors={"rope_freqs.weight": np.array([1.0, 2.0, 3.0, 8.0], np.float32)})
     with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight: does not match"):
         import_gguf(source, tmp_path / "tiny")
 
@@ -129,9 +129,7 @@ def test_file_is_named_when_it_is_truncated(write_gguf: WriteGguf, tmp_path: Pat
         import_gguf(source, tmp_path / "tiny")
 
 
-def test_import_runs_once_when_called_again(
-    write_gguf: WriteGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_runs_once_and_replaces_what_a_dead_one_left(write_gguf: WriteGguf, tmp_path: Path) -> None:
     source, target = write_gguf(), tmp_path / "tiny"
     leftover = tmp_path / ".tiny.part"
     leftover.mkdir()
@@ -235,6 +233,3 @@ def test_weights_equal_transformers_own_when_it_reads_the_gguf(smollm2: Path) ->
     theirs = dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-__all__ = ["RopeScaling"]

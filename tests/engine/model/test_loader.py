@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("stored", ["float32", "float16"])
-def test_values_are_exact_when_loaded_as_float32(
-    write_directory: WriteDirectory, num_shards: int, stored: str
-) -> None:
+def test_values_are_exact_when_loaded_as_float32(write_directory: WriteDirectory, num_shards: int, stored: str) -> None:
     path = write_directory(num_shards=num_shards, dtype=stored)
     config = read_config(path)
     weights = load_weights(path, config, torch.float32, CPU)

@@ -1,0 +1,415 @@
+"""One request's way through the cluster: a state machine over messages, losses, deadlines and cancellation.
+
+Pure: state, an input and `now` in, actions out. It enforces RQ-1 (one terminal state; per child no gap and no duplicate
+position), TX-2 (older attempts change nothing) and RQ-2 (every wait has a deadline). On every ending and before every
+retry it tells each worker that may hold something to let go. Knows nothing about links, text or HTTP.
+
+    SELECTED --Credit--> CREDITED --Offer--> PREFILLING --PullDone--> DECODING --all children ended--> FINISHED
+        ^                    |                   |                       |
+        '---- refusal or loss before the first token: attempt + 1 -------'
+"""
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    PdclusterError,
+    TransferFailedError,
+    WorkerLostError,
+)
+from core.ids import Attempt, WorkerId
+from core.messages import (
+    Cancel,
+    Credit,
+    Offer,
+    Prefill,
+    PullDone,
+    Refused,
+    Release,
+    Renew,
+    RequestMessage,
+    Submit,
+    Tokens,
+    TokenUpdate,
+    ToWorker,
+)
+from core.request import LEGAL_TRANSITIONS, TERMINAL_STATES, Request, RequestState
+from router.select import Pair, WorkerLife
+
+ATTEMPTS_MAX = 3
+RETRY_DELAY_S = 0.05
+"""Before attempt 1; doubles with each further one."""
+RESELECT_WAIT_S = 10.0
+"""A retry waits so long for workers to serve it."""
+CREDIT_STALL_S = 300.0
+"""Decode workers queue requests before they grant credit."""
+PREFILL_STALL_S = 300.0
+"""Between two offers, queueing at the prefill worker included."""
+FIRST_TOKEN_STALL_S = 300.0
+"""From the last offer (or the credit, when nothing needs prefill) to the first token."""
+DECODE_STALL_S = 120.0
+"""Between two messages with tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message to a worker."""
+
+    worker: WorkerId
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """New tokens, checked: dense per child, none of a child that has ended."""
+
+    updates: tuple[TokenUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """All children ended well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The request ended with an error."""
+
+    error: PdclusterError
+
+
+Action = Send | Deliver | Finish | Fail
+
+
+@dataclass(slots=True, kw_only=True)
+class FlowFacts:
+    """What was learned on the way, of the latest attempt. Times are the router's monotonic seconds."""
+
+    arrived_s: float
+    credited_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    was_prefilled: bool = False
+    """A prefill worker computed the prompt."""
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    num_prefill_cached_blocks: int = 0
+    num_decode_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Child:
+    """Progress of one child."""
+
+    next_index: int = 0
+    is_open: bool = True
+    """Its tokens are still delivered."""
+    runs_at_worker: bool = True
+
+
+@dataclass(slots=True)
+class _Holdings:
+    """Which workers may hold something for the current attempt."""
+
+    decode: bool = False
+    prefill: bool = False
+    released: set[WorkerId] = field(default_factory=set)
+
+
+class RequestFlow:
+    """The decider for one request. The driver asks `needs_pair`, and performs what the methods return, in order."""
+
+    def __init__(self, request: Request, now: float) -> None:
+        self.request = request
+        self.state = RequestState.SELECTED
+        self.attempt = Attempt(0)
+        self.pair: Pair | None = None
+        self.avoid: frozenset[WorkerId] = frozenset()
+        """Workers that an earlier attempt failed on."""
+        self.facts = FlowFacts(arrived_s=now)
+        self._deadline = now + request.deadline_s
+        self._phase_deadline = self._deadline
+        self._retry_at = now
+        self._children = [_Child() for _ in range(request.num_children)]
+        self._holdings = _Holdings()
+        self._last_error: PdclusterError | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state in TERMINAL_STATES
+
+    @property
+    def has_output(self) -> bool:
+        return self.facts.first_token_s is not None
+
+    def needs_pair(self, now: float) -> bool:
+        """A pair of workers should be chosen now."""
+        return not self.is_ended and self.pair is None and now >= self._retry_at
+
+    def next_deadline(self) -> float:
+        """When `expire` has something to do."""
+        return min(self._deadline, self._phase_deadline)
+
+    # ---- selection -----------------------------------------------------------------------------------------------------
+
+    def assign(self, pair: Pair, now: float) -> list[Action]:
+        """Workers were chosen: ask decode for credit."""
+        assert self.needs_pair(now), "a pair was assigned to a request that has one"
+        self.pair = pair
+        self._holdings = _Holdings(decode=True)
+        self._phase_deadline = now + CREDIT_STALL_S
+        request = replace(self.request, deadline_s=max(0.0, self._deadline - now))
+        submit = Submit(
+            request_id=request.request_id,
+            attempt=self.attempt,
+            request=request,
+            prefill_worker=pair.prefill.worker if pair.prefill else None,
+        )
+        return [Send(worker=pair.decode.worker, message=submit)]
+
+    def no_pair(self, missing_role: str, now: float) -> list[Action]:
+        """Nobody can serve it now. The first attempt fails at once; a retry waits for RESELECT_WAIT_S."""
+        if self.attempt == 0:
+            return self._fail(NoWorkerError(role=missing_role))
+        return []
+
+    # ---- messages ------------------------------------------------------------------------------------------------------
+
+    def handle(self, source: WorkerId, message: RequestMessage, now: float) -> list[Action]:
+        """A message from a worker. What does not belong to the current attempt and pair changes nothing (TX-2)."""
+        pair = self.pair
+        if self.is_ended or pair is None or message.attempt != self.attempt:
+            return []
+        if source == pair.decode.worker:
+            return self._from_decode(pair, message, now)
+        if pair.prefill is not None and source == pair.prefill.worker:
+            return self._from_prefill(pair, message, now)
+        return []
+
+    def _from_decode(self, pair: Pair, message: RequestMessage, now: float) -> list[Action]:
+        if isinstance(message, Credit):
+            return self._on_credit(pair, message, now)
+        if isinstance(message, Tokens):
+            return self._on_tokens(message, now)
+        if isinstance(message, PullDone):
+            return self._on_pull_done(pair, message, now)
+        if isinstance(message, Renew) and pair.prefill is not None and self._holdings.prefill:
+            return [Send(worker=pair.prefill.worker, message=message)]
+        if isinstance(message, Refused):
+            self._holdings.decode = False
+            return self._on_refused(pair.decode.worker, message, now)
+        return []
+
+    def _from_prefill(self, pair: Pair, message: RequestMessage, now: float) -> list[Action]:
+        if isinstance(message, Offer):
+            return self._on_offer(pair, message, now)
+        if isinstance(message, Refused) and self._holdings.prefill:
+            assert pair.prefill is not None
+            self._holdings.prefill = False
+            return self._on_refused(pair.prefill.worker, message, now)
+        return []
+
+    def _on_credit(self, pair: Pair, credit: Credit, now: float) -> list[Action]:
+        if self.state is not RequestState.SELECTED:
+            return []
+        self._move(RequestState.CREDITED)
+        self.facts.credited_s = now
+        if credit.num_held_blocks >= credit.num_demanded_blocks:
+            self._phase_deadline = now + FIRST_TOKEN_STALL_S
+            return []
+        if pair.prefill is None:
+            return self._violation(pair.decode.worker, "asks for a prefill that was not offered to it")
+        self._holdings.prefill = True
+        self._phase_deadline = now + PREFILL_STALL_S
+        prefill = Prefill(
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            request=replace(self.request, deadline_s=max(0.0, self._deadline - now)),
+            decode_worker=pair.decode.worker,
+            num_held_blocks=credit.num_held_blocks,
+        )
+        return [Send(worker=pair.prefill.worker, message=prefill)]
+
+    def _on_offer(self, pair: Pair, offer: Offer, now: float) -> list[Action]:
+        assert pair.prefill is not None
+        if not self._holdings.prefill or offer.epoch != pair.prefill.epoch or offer.worker != pair.prefill.worker:
+            return []
+        if self.state is RequestState.CREDITED:
+            self._move(RequestState.PREFILLING)
+        self._phase_deadline = now + (FIRST_TOKEN_STALL_S if offer.is_final else PREFILL_STALL_S)
+        facts = self.facts
+        facts.was_prefilled = True
+        facts.prefill_queue_s, facts.prefill_s = offer.queue_s, offer.prefill_s
+        facts.num_prefill_cached_blocks = offer.num_cached_blocks
+        return [Send(worker=pair.decode.worker, message=offer)]
+
+    def _on_pull_done(self, pair: Pair, done: PullDone, now: float) -> list[Action]:
+        if self.state is not RequestState.PREFILLING or pair.prefill is None:
+            return []
+        self._move(RequestState.DECODING)
+        self._holdings.prefill = False
+        self._phase_deadline = now + FIRST_TOKEN_STALL_S
+        self.facts.transfer_s = done.transfer_s
+        release = Release(request_id=done.request_id, attempt=done.attempt, lease_id=done.lease_id)
+        return [Send(worker=pair.prefill.worker, message=release)]
+
+    def _on_tokens(self, tokens: Tokens, now: float) -> list[Action]:
+        assert self.pair is not None
+        worker = self.pair.decode.worker
+        if self.state is RequestState.SELECTED:
+            return self._violation(worker, "sent tokens without credit")
+        if self.state is not RequestState.DECODING:
+            self._move(RequestState.DECODING)
+        delivered: list[TokenUpdate] = []
+        for update in tokens.updates:
+            problem = self._problem(update)
+            if problem is not None:
+                return self._violation(worker, problem)
+            child = self._children[update.child]
+            child.next_index += len(update.token_ids)
+            child.runs_at_worker = update.finish_reason is None
+            if child.is_open:
+                delivered.append(update)
+                child.is_open = child.runs_at_worker
+        self._note_tokens(tokens, now)
+        actions: list[Action] = [Deliver(updates=tuple(delivered))] if delivered else []
+        return actions + self._finish_if_done()
+
+    def _problem(self, update: TokenUpdate) -> str | None:
+        """What breaks RQ-1 in this update, or None."""
+        if not 0 <= update.child < len(self._children):
+            return f"sent tokens of choice {update.child} of {len(self._children)}"
+        child = self._children[update.child]
+        if not child.runs_at_worker:
+            return f"sent more tokens of choice {update.child} after its end"
+        if update.first_index != child.next_index:
+            return f"sent token {update.first_index} of choice {update.child}, expected {child.next_index}"
+        if self.request.sampling.num_logprobs is not None and len(update.logprobs) != len(update.token_ids):
+            return f"sent {len(update.logprobs)} log-probabilities for {len(update.token_ids)} tokens"
+        if update.finish_reason not in (None, "stop", "length"):
+            return f"ended choice {update.child} with '{update.finish_reason}'"
+        return None
+
+    def _note_tokens(self, tokens: Tokens, now: float) -> None:
+        facts = self.facts
+        self._phase_deadline = now + DECODE_STALL_S
+        if not any(update.token_ids for update in tokens.updates):
+            return
+        facts.last_token_s = now
+        if facts.first_token_s is None:
+            facts.first_token_s = now
+            facts.decode_queue_s = tokens.queue_s
+            facts.num_decode_cached_tokens = tokens.num_cached_tokens
+
+    def _on_refused(self, worker: WorkerId, refused: Refused, now: float) -> list[Action]:
+        is_decode = self.pair is not None and worker == self.pair.decode.worker
+        if refused.kind in ("invalid", "too_long"):
+            return self._fail(InvalidRequestError(message=refused.reason))
+        if refused.kind == "overloaded":
+            error: PdclusterError = OverloadedError(reason=refused.reason, retry_after_s=refused.retry_after_s)
+            if is_decode:
+                return self._fail(error)
+        elif refused.kind == "draining":
+            error = NoWorkerError(role="decode" if is_decode else "prefill")
+        else:
+            assert self.pair is not None
+            source = self.pair.prefill.worker if self.pair.prefill else "nobody"
+            error = TransferFailedError(source=source, target=self.pair.decode.worker, reason=refused.reason)
+        return self._retry(error, frozenset({worker}), now)
+
+    # ---- losses, time, endings -----------------------------------------------------------------------------------------
+
+    def worker_lost(self, life: WorkerLife, now: float) -> list[Action]:
+        """The link to a worker is gone, and with it everything the worker held for this router."""
+        pair = self.pair
+        if self.is_ended or pair is None:
+            return []
+        if life == pair.decode:
+            self._holdings.decode = False
+        elif life == pair.prefill and self._depends_on_prefill():
+            self._holdings.prefill = False
+        else:
+            return []
+        error = WorkerLostError(worker=life.worker, phase=self.state.value)
+        return self._retry(error, frozenset({life.worker}), now)
+
+    def _depends_on_prefill(self) -> bool:
+        return self._holdings.prefill or self.state is RequestState.SELECTED
+
+    def expire(self, now: float) -> list[Action]:
+        """Deadlines that have passed."""
+        if self.is_ended or now < self.next_deadline():
+            return []
+        if now >= self._deadline:
+            return self._fail(DeadlineExceededError(phase=self.state.value, limit_s=f"{self.request.deadline_s:g}"))
+        if self.pair is None:
+            return self._fail(self._last_error or NoWorkerError(role="decode"))
+        error = DeadlineExceededError(phase=self.state.value, limit_s="its share of seconds without progress")
+        return self._retry(error, self.pair.workers(), now)
+
+    def cancel(self) -> list[Action]:
+        """The client went away."""
+        return [] if self.is_ended else self._end(RequestState.CANCELLED)
+
+    def end_child(self, child: int) -> list[Action]:
+        """The router saw a stop string: what the worker still sends of this child is ignored."""
+        if self.is_ended:
+            return []
+        self._children[child].is_open = False
+        return self._finish_if_done()
+
+    def _finish_if_done(self) -> list[Action]:
+        if any(child.is_open for child in self._children):
+            return []
+        if not any(child.runs_at_worker for child in self._children):
+            self._holdings.decode = False
+        return [*self._end(RequestState.FINISHED), Finish()]
+
+    def _retry(self, error: PdclusterError, culprits: frozenset[WorkerId], now: float) -> list[Action]:
+        """Before the first token: attempt + 1 on other workers, if there are any. After it: the end."""
+        if self.has_output or self.attempt + 1 >= ATTEMPTS_MAX:
+            return self._fail(error)
+        actions = self._let_go()
+        self._move(RequestState.SELECTED)
+        self.attempt = Attempt(self.attempt + 1)
+        self.pair = None
+        self.avoid |= culprits
+        self.facts = FlowFacts(arrived_s=self.facts.arrived_s)
+        self._last_error = error
+        self._retry_at = now + RETRY_DELAY_S * 2 ** (self.attempt - 1)
+        self._phase_deadline = self._retry_at + RESELECT_WAIT_S
+        return actions
+
+    def _violation(self, worker: WorkerId, problem: str) -> list[Action]:
+        return self._fail(PdclusterError(message=f"Worker {worker} {problem}; the request was given up."))
+
+    def _fail(self, error: PdclusterError) -> list[Action]:
+        return [*self._end(RequestState.FAILED), Fail(error=error)]
+
+    def _end(self, state: RequestState) -> list[Action]:
+        self._move(state)
+        return self._let_go()
+
+    def _let_go(self) -> list[Action]:
+        """Cancel at every worker that may hold something for the current attempt."""
+        if self.pair is None:
+            return []
+        cancel = Cancel(request_id=self.request.request_id, attempt=self.attempt)
+        actions: list[Action] = []
+        if self._holdings.decode:
+            actions.append(Send(worker=self.pair.decode.worker, message=cancel))
+        if self._holdings.prefill and self.pair.prefill is not None:
+            actions.append(Send(worker=self.pair.prefill.worker, message=cancel))
+        self._holdings = _Holdings()
+        return actions
+
+    def _move(self, state: RequestState) -> None:
+        assert state in LEGAL_TRANSITIONS[self.state], f"illegal transition {self.state} -> {state}"
+        self.state = state
