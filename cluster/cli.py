@@ -1,8 +1,8 @@
 """The command line: `pdcluster up | down | status | validate | chat | model | version`.
 
 Commands parse, call and print; what they do lies in `cluster.cli_prepare`, `cluster.cli_up` and `cluster.chat`. Heavy
-modules are imported inside the commands that need them, so that `--help` and `validate` load neither torch nor Ray. Exit
-codes: 0 done, 1 something failed, 2 something given is wrong (a flag, a YAML key, a model), 130 interrupted.
+modules are imported inside the commands that need them, so that `--help` and `validate` load neither torch nor Ray.
+Exit codes: 0 done, 1 something failed, 2 something given is wrong (a flag, a YAML key, a model), 130 interrupted.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The course of `up` and `down`: start, write down, wait until ready, serve, take down.
 
 Talks to the cluster through a `Launcher`, waits on a `Timer`, and tells people through `report`, so that it runs
-without processes or time in tests. Knows nothing about Ray, terminals or signals (a signal arrives as KeyboardInterrupt).
+without processes or time in tests. Knows nothing about Ray, terminals or signals (they arrive as KeyboardInterrupt).
 """
 
 from collections.abc import Callable, Mapping

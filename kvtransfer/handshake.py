@@ -1,7 +1,7 @@
 """Whether two workers can exchange KV blocks: their handshakes compared field by field.
 
-Refuses what cannot be mapped and names the field and both sides; never compares package versions. Knows nothing about how
-the handshakes travel.
+Refuses what cannot be mapped and names the field and both sides; never compares package versions. Knows nothing about
+how the handshakes travel.
 """
 
 from core.errors import IncompatiblePeersError

@@ -4,10 +4,10 @@ A block is n little-endian 32-bit words x_0 .. x_(n-1). Two multilinear sums ove
 
     s_j = (c_j + sum_i x_i * k_j[i]) mod 2^64,  j = 0, 1         digest = high half of s_0, then high half of s_1
 
-Every position has its own key and only the high halves count, so that changes of several words do not cancel: a flip of the
-sign in two words, or two words or halves swapped, changes the digest but with a probability of 2^-64. The constants c_j keep a block of zeros
-from having the digest 0. It finds accidents, not forgeries. Knows nothing about requests or transports; torch tensors are
-digested by `kvtransfer.integrity_torch`.
+Every position has its own key and only the high halves count, so that changes of several words do not cancel: a flip of
+the sign in two words, or two words or halves swapped, changes the digest but with a probability of 2^-64. The constants
+c_j keep a block of zeros from having the digest 0. It finds accidents, not forgeries. Knows nothing about requests or
+transports; torch tensors are digested by `kvtransfer.integrity_torch`.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,9 @@ class BlockDigester:
     def __init__(self, view: memoryview, block_bytes: int) -> None:
         """`view`: the pool's bytes. Raises ValueError unless `block_bytes` is a multiple of 4 and divides its size."""
         if block_bytes <= 0 or block_bytes % WORD_BYTES or view.nbytes % block_bytes:
-            raise ValueError(f"a block of {block_bytes} bytes is no multiple of {WORD_BYTES} that divides {view.nbytes}")
+            raise ValueError(
+                f"a block of {block_bytes} bytes is no multiple of {WORD_BYTES} that divides {view.nbytes}"
+            )
         self.block_bytes = block_bytes
         self._blocks = np.frombuffer(view, dtype="<u4").reshape(-1, block_bytes // WORD_BYTES)
         self._keys = digest_keys(block_bytes // WORD_BYTES)

@@ -1,7 +1,7 @@
 """Digests of KV blocks that live in a torch tensor, on any device: the values of `kvtransfer.integrity`.
 
-The tensor edge of this package: the only module besides tests that imports torch. Unsigned arithmetic mod 2^64 is done in
-int64, whose products and sums wrap to the same bits. Knows nothing about requests or transports.
+The tensor edge of this package: the only module besides tests that imports torch. Unsigned arithmetic mod 2^64 is done
+in int64, whose products and sums wrap to the same bits. Knows nothing about requests or transports.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class TorchBlockDigester:
     """Digests blocks that lie one after the other in a contiguous tensor, on the tensor's device."""
 
     def __init__(self, pool: torch.Tensor, block_bytes: int) -> None:
-        """`pool`: any shape and dtype, contiguous. Raises ValueError when `block_bytes` does not divide it into words."""
+        """`pool`: any shape and dtype, contiguous. Raises ValueError when `block_bytes` does not fit."""
         size_bytes = pool.numel() * pool.element_size()
         if not pool.is_contiguous() or block_bytes <= 0 or block_bytes % WORD_BYTES or size_bytes % block_bytes:
             raise ValueError(f"blocks of {block_bytes} bytes do not divide a pool of {size_bytes} bytes into words")

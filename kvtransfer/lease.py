@@ -1,7 +1,8 @@
 """Leases: the prefill side's promises not to free or overwrite blocks before release or deadline (KV-4).
 
 Pure: the table says which blocks to unpin, its owner holds the pins, one for each (lease, block). Deadlines are of this
-process's clock and never leave it; the reader gets a time to live and rebases it. Knows nothing about pools or messages.
+process's clock and never leave it; the reader gets a time to live and rebases it. Knows nothing about pools or
+messages.
 """
 
 from collections.abc import Sequence

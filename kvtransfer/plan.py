@@ -5,9 +5,9 @@
     blocks    0          held                demanded
               [ decode has them )[ supplied  )
 
-The decode worker demands the full blocks of tokens[:L-1]; it computes the tail of 1..block_size tokens itself and samples
-from it. The prefill worker supplies exactly the demanded blocks that the decode worker did not say it holds, whatever either
-has cached. Knows nothing about pools, leases or workers.
+The decode worker demands the full blocks of tokens[:L-1]; it computes the tail of 1..block_size tokens itself and
+samples from it. The prefill worker supplies exactly the demanded blocks that the decode worker did not say it holds,
+whatever either has cached. Knows nothing about pools, leases or workers.
 """
 
 

@@ -1,9 +1,9 @@
 """The puller: reads blocks over a transport, verifies them, and reports each job exactly once.
 
-A result comes only when the job's targets can no longer be written, whatever became of it: a read that failed, ran out of
-time or was abandoned stays silent until the transport reports its end. Verification reads the targets after that end and
-before the report, so that nobody sees bytes that were not compared with the offer's digests (TX-1). `Puller` is synchronous;
-`ThreadedPuller` runs one on a thread of its own. Knows nothing about sessions, leases or pools.
+A result comes only when the job's targets can no longer be written, whatever became of it: a read that failed, ran out
+of time or was abandoned stays silent until the transport reports its end. Verification reads the targets after that end
+and before the report, so that nobody sees bytes that were not compared with the offer's digests (TX-1). `Puller` is
+synchronous; `ThreadedPuller` runs one on a thread of its own. Knows nothing about sessions, leases or pools.
 """
 
 import threading
@@ -260,13 +260,15 @@ class ThreadedPuller:
         return results
 
     def close(self) -> None:
-        """Stop the thread, which closes the transport. Raises TransferFailedError when it does not within CLOSE_TIMEOUT_S."""
+        """Stop the thread, which closes the transport. Raises TransferFailedError after CLOSE_TIMEOUT_S."""
         self._is_closing = True
         self._bell.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise TransferFailedError(
-                source="peers", target="this worker", reason=f"the transfer thread did not stop within {CLOSE_TIMEOUT_S} s"
+                source="peers",
+                target="this worker",
+                reason=f"the transfer thread did not stop within {CLOSE_TIMEOUT_S} s",
             )
 
     def _command(self, command: Callable[[], None]) -> None:

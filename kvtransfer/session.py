@@ -8,9 +8,9 @@
                              [ verified )[ in flight or retried )[ not yet offered )
     indexes of the prompt    first_block_index + the same
 
-Pure: offers and results of reads in, blocks to read out. It knows the local blocks only as the list `targets` that its owner
-binds, and never says when they are free: that is when `in_flight` is 0 after an end. Knows nothing about pools, transports or
-what a digest is.
+Pure: offers and results of reads in, blocks to read out. It knows the local blocks only as the list `targets` that its
+owner binds, and never says when they are free: that is when `in_flight` is 0 after an end. Knows nothing about pools,
+transports or what a digest is.
 """
 
 import math
@@ -128,12 +128,13 @@ class PullSession:
         assert not self.targets and len(targets) == self.num_blocks
         self.targets = list(targets)
 
-    # ---- offers --------------------------------------------------------------------------------------------------------
+    # ---- offers ------------------------------------------------------------------------------------------------------
 
     def on_offer(self, offer: Offer, now: float) -> list[BlockPull] | SessionFailure:
         """Take an offer; the blocks that it adds, to be read into `targets`, or why the session has failed.
 
-        A message of another attempt or an older epoch changes nothing (TX-2), nor does a duplicate or one that was overtaken.
+        A message of another attempt or an older epoch changes nothing (TX-2), nor does a duplicate or one that was
+        overtaken.
         """
         if not self.is_open or self._is_stale(offer):
             return []
@@ -188,7 +189,7 @@ class PullSession:
         self._lease_ttl_s = offer.lease_ttl_s
         self._rebase(now)
 
-    # ---- results of reads ----------------------------------------------------------------------------------------------
+    # ---- results of reads --------------------------------------------------------------------------------------------
 
     def on_verified(self, indexes: Sequence[int]) -> None:
         """These reads ended and the bytes in `targets` have the offered digests."""
@@ -218,10 +219,10 @@ class PullSession:
         for _ in range(num_reads):
             self._in_flight.pop()
 
-    # ---- time and endings ----------------------------------------------------------------------------------------------
+    # ---- time and endings --------------------------------------------------------------------------------------------
 
     def renewed(self, now: float) -> None:
-        """A Renew was sent now. It arrives within the margin, while the lease still stands, or the read is found bad."""
+        """A Renew was sent now; it arrives within the margin, while the lease still stands."""
         if self.state is SessionState.PULLING:
             self._rebase(now)
 
@@ -249,7 +250,9 @@ class PullSession:
         assert self._prefix <= len(self._verified) <= len(self._sources) == len(self._digests) <= self.num_blocks
         if self.is_open:
             assert not self._verified & self._in_flight, "TX-1: a verified block is being written"
-            assert len(self._verified) + len(self._in_flight) == len(self._sources), "TX-1: a block is not accounted for"
+            assert len(self._verified) + len(self._in_flight) == len(self._sources), (
+                "TX-1: a block is not accounted for"
+            )
         if self.is_complete:
             assert self._is_final and self._prefix == self.num_blocks and not self._in_flight, "TX-1: incomplete"
 

@@ -9,7 +9,7 @@ retry it tells each worker that may hold something to let go. Knows nothing abou
         '---- refusal or loss before the first token: attempt + 1 -------'
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -36,9 +36,9 @@ from core.messages import (
     Submit,
     Tokens,
     TokenUpdate,
-    ToWorker,
 )
 from core.request import LEGAL_TRANSITIONS, TERMINAL_STATES, Request, RequestState
+from router.actions import Action, Deliver, Fail, Finish, FlowFacts, Send
 from router.select import Pair, WorkerLife
 
 ATTEMPTS_MAX = 3
@@ -56,54 +56,6 @@ DECODE_STALL_S = 120.0
 """Between two messages with tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send a message to a worker."""
-
-    worker: WorkerId
-    message: ToWorker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deliver:
-    """New tokens, checked: dense per child, none of a child that has ended."""
-
-    updates: tuple[TokenUpdate, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """All children ended well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """The request ended with an error."""
-
-    error: PdclusterError
-
-
-Action = Send | Deliver | Finish | Fail
-
-
-@dataclass(slots=True, kw_only=True)
-class FlowFacts:
-    """What was learned on the way, of the latest attempt. Times are the router's monotonic seconds."""
-
-    arrived_s: float
-    credited_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    was_prefilled: bool = False
-    """A prefill worker computed the prompt."""
-    prefill_queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_queue_s: float = 0.0
-    num_prefill_cached_blocks: int = 0
-    num_decode_cached_tokens: int = 0
-
-
 @dataclass(slots=True)
 class _Child:
     """Progress of one child."""
@@ -112,15 +64,7 @@ class _Child:
     is_open: bool = True
     """Its tokens are still delivered."""
     runs_at_worker: bool = True
-
-
-@dataclass(slots=True)
-class _Holdings:
-    """Which workers may hold something for the current attempt."""
-
-    decode: bool = False
-    prefill: bool = False
-    released: set[WorkerId] = field(default_factory=set)
+    """The worker has not ended it."""
 
 
 class RequestFlow:
@@ -135,10 +79,12 @@ class RequestFlow:
         """Workers that an earlier attempt failed on."""
         self.facts = FlowFacts(arrived_s=now)
         self._deadline = now + request.deadline_s
+        self._phase_limit_s = request.deadline_s
         self._phase_deadline = self._deadline
         self._retry_at = now
         self._children = [_Child() for _ in range(request.num_children)]
-        self._holdings = _Holdings()
+        self._decode_holds = False
+        self._prefill_holds = False
         self._last_error: PdclusterError | None = None
 
     @property
@@ -157,14 +103,14 @@ class RequestFlow:
         """When `expire` has something to do."""
         return min(self._deadline, self._phase_deadline)
 
-    # ---- selection -----------------------------------------------------------------------------------------------------
+    # ---- selection ---------------------------------------------------------------------------------------------------
 
     def assign(self, pair: Pair, now: float) -> list[Action]:
         """Workers were chosen: ask decode for credit."""
         assert self.needs_pair(now), "a pair was assigned to a request that has one"
         self.pair = pair
-        self._holdings = _Holdings(decode=True)
-        self._phase_deadline = now + CREDIT_STALL_S
+        self._decode_holds = True
+        self._wait(CREDIT_STALL_S, now)
         request = replace(self.request, deadline_s=max(0.0, self._deadline - now))
         submit = Submit(
             request_id=request.request_id,
@@ -180,7 +126,7 @@ class RequestFlow:
             return self._fail(NoWorkerError(role=missing_role))
         return []
 
-    # ---- messages ------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def handle(self, source: WorkerId, message: RequestMessage, now: float) -> list[Action]:
         """A message from a worker. What does not belong to the current attempt and pair changes nothing (TX-2)."""
@@ -200,19 +146,19 @@ class RequestFlow:
             return self._on_tokens(message, now)
         if isinstance(message, PullDone):
             return self._on_pull_done(pair, message, now)
-        if isinstance(message, Renew) and pair.prefill is not None and self._holdings.prefill:
+        if isinstance(message, Renew) and pair.prefill is not None and self._prefill_holds:
             return [Send(worker=pair.prefill.worker, message=message)]
         if isinstance(message, Refused):
-            self._holdings.decode = False
+            self._decode_holds = False
             return self._on_refused(pair.decode.worker, message, now)
         return []
 
     def _from_prefill(self, pair: Pair, message: RequestMessage, now: float) -> list[Action]:
         if isinstance(message, Offer):
             return self._on_offer(pair, message, now)
-        if isinstance(message, Refused) and self._holdings.prefill:
+        if isinstance(message, Refused) and self._prefill_holds:
             assert pair.prefill is not None
-            self._holdings.prefill = False
+            self._prefill_holds = False
             return self._on_refused(pair.prefill.worker, message, now)
         return []
 
@@ -222,12 +168,12 @@ class RequestFlow:
         self._move(RequestState.CREDITED)
         self.facts.credited_s = now
         if credit.num_held_blocks >= credit.num_demanded_blocks:
-            self._phase_deadline = now + FIRST_TOKEN_STALL_S
+            self._wait(FIRST_TOKEN_STALL_S, now)
             return []
         if pair.prefill is None:
             return self._violation(pair.decode.worker, "asks for a prefill that was not offered to it")
-        self._holdings.prefill = True
-        self._phase_deadline = now + PREFILL_STALL_S
+        self._prefill_holds = True
+        self._wait(PREFILL_STALL_S, now)
         prefill = Prefill(
             request_id=self.request.request_id,
             attempt=self.attempt,
@@ -239,11 +185,11 @@ class RequestFlow:
 
     def _on_offer(self, pair: Pair, offer: Offer, now: float) -> list[Action]:
         assert pair.prefill is not None
-        if not self._holdings.prefill or offer.epoch != pair.prefill.epoch or offer.worker != pair.prefill.worker:
+        if not self._prefill_holds or offer.epoch != pair.prefill.epoch or offer.worker != pair.prefill.worker:
             return []
         if self.state is RequestState.CREDITED:
             self._move(RequestState.PREFILLING)
-        self._phase_deadline = now + (FIRST_TOKEN_STALL_S if offer.is_final else PREFILL_STALL_S)
+        self._wait(FIRST_TOKEN_STALL_S if offer.is_final else PREFILL_STALL_S, now)
         facts = self.facts
         facts.was_prefilled = True
         facts.prefill_queue_s, facts.prefill_s = offer.queue_s, offer.prefill_s
@@ -254,8 +200,8 @@ class RequestFlow:
         if self.state is not RequestState.PREFILLING or pair.prefill is None:
             return []
         self._move(RequestState.DECODING)
-        self._holdings.prefill = False
-        self._phase_deadline = now + FIRST_TOKEN_STALL_S
+        self._prefill_holds = False
+        self._wait(FIRST_TOKEN_STALL_S, now)
         self.facts.transfer_s = done.transfer_s
         release = Release(request_id=done.request_id, attempt=done.attempt, lease_id=done.lease_id)
         return [Send(worker=pair.prefill.worker, message=release)]
@@ -299,7 +245,7 @@ class RequestFlow:
 
     def _note_tokens(self, tokens: Tokens, now: float) -> None:
         facts = self.facts
-        self._phase_deadline = now + DECODE_STALL_S
+        self._wait(DECODE_STALL_S, now)
         if not any(update.token_ids for update in tokens.updates):
             return
         facts.last_token_s = now
@@ -324,7 +270,7 @@ class RequestFlow:
             error = TransferFailedError(source=source, target=self.pair.decode.worker, reason=refused.reason)
         return self._retry(error, frozenset({worker}), now)
 
-    # ---- losses, time, endings -----------------------------------------------------------------------------------------
+    # ---- losses, time, endings ---------------------------------------------------------------------------------------
 
     def worker_lost(self, life: WorkerLife, now: float) -> list[Action]:
         """The link to a worker is gone, and with it everything the worker held for this router."""
@@ -332,16 +278,16 @@ class RequestFlow:
         if self.is_ended or pair is None:
             return []
         if life == pair.decode:
-            self._holdings.decode = False
+            self._decode_holds = False
         elif life == pair.prefill and self._depends_on_prefill():
-            self._holdings.prefill = False
+            self._prefill_holds = False
         else:
             return []
         error = WorkerLostError(worker=life.worker, phase=self.state.value)
         return self._retry(error, frozenset({life.worker}), now)
 
     def _depends_on_prefill(self) -> bool:
-        return self._holdings.prefill or self.state is RequestState.SELECTED
+        return self._prefill_holds or self.state is RequestState.SELECTED
 
     def expire(self, now: float) -> list[Action]:
         """Deadlines that have passed."""
@@ -351,7 +297,7 @@ class RequestFlow:
             return self._fail(DeadlineExceededError(phase=self.state.value, limit_s=f"{self.request.deadline_s:g}"))
         if self.pair is None:
             return self._fail(self._last_error or NoWorkerError(role="decode"))
-        error = DeadlineExceededError(phase=self.state.value, limit_s="its share of seconds without progress")
+        error = DeadlineExceededError(phase=self.state.value, limit_s=f"{self._phase_limit_s:g}")
         return self._retry(error, self.pair.workers(), now)
 
     def cancel(self) -> list[Action]:
@@ -369,7 +315,7 @@ class RequestFlow:
         if any(child.is_open for child in self._children):
             return []
         if not any(child.runs_at_worker for child in self._children):
-            self._holdings.decode = False
+            self._decode_holds = False
         return [*self._end(RequestState.FINISHED), Finish()]
 
     def _retry(self, error: PdclusterError, culprits: frozenset[WorkerId], now: float) -> list[Action]:
@@ -403,12 +349,16 @@ class RequestFlow:
             return []
         cancel = Cancel(request_id=self.request.request_id, attempt=self.attempt)
         actions: list[Action] = []
-        if self._holdings.decode:
+        if self._decode_holds:
             actions.append(Send(worker=self.pair.decode.worker, message=cancel))
-        if self._holdings.prefill and self.pair.prefill is not None:
+        if self._prefill_holds and self.pair.prefill is not None:
             actions.append(Send(worker=self.pair.prefill.worker, message=cancel))
-        self._holdings = _Holdings()
+        self._decode_holds = self._prefill_holds = False
         return actions
+
+    def _wait(self, limit_s: float, now: float) -> None:
+        self._phase_limit_s = limit_s
+        self._phase_deadline = now + limit_s
 
     def _move(self, state: RequestState) -> None:
         assert state in LEGAL_TRANSITIONS[self.state], f"illegal transition {self.state} -> {state}"

@@ -80,12 +80,13 @@ class Transport(Protocol):
     def start_read(self, peer: Peer, sources: list[BlockId], targets: list[BlockId]) -> ReadId:
         """Begin to copy the peer's blocks `sources` into the local blocks `targets` (pairwise).
 
-        Raises TransferFailedError for an unknown peer and ValueError for ids outside either pool. Must be followed by `poll`.
+        Raises TransferFailedError for an unknown peer and ValueError for ids outside either pool. Must be followed by
+        `poll`.
         """
         ...
 
     def abandon(self, read_id: ReadId) -> None:
-        """Ask that the read stop. Its end is still reported by `poll`, at the latest when nothing can write any more."""
+        """Ask that the read stop. `poll` still reports its end, at the latest when nothing can write any more."""
         ...
 
     def poll(self) -> list[ReadResult]:

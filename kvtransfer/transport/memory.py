@@ -1,7 +1,8 @@
 """The in-memory transport: reads between the regions of one process, with seeded faults on a clock's time.
 
-A stand-in for NIXL with the same contract, for tests, the simulator and clusters within one process. A read takes effect when
-`poll` finds it due: only then are the source's bytes copied, as they are at that moment. Knows nothing about what moves.
+A stand-in for NIXL with the same contract, for tests, the simulator and clusters within one process. A read takes
+effect when `poll` finds it due: only then are the source's bytes copied, as they are at that moment. Knows nothing
+about what moves.
 """
 
 import random

@@ -98,7 +98,10 @@ def dependency_is_declared_and_used(source: Source) -> Iterator[str]:
     project = table(source.project, "project")
     requirements, extras = project["dependencies"], table(project, "optional-dependencies")
     assert isinstance(requirements, list)
-    for requirement in [*requirements, *(text for extra in extras.values() if isinstance(extra, list) for text in extra)]:
+    for requirement in [
+        *requirements,
+        *(text for extra in extras.values() if isinstance(extra, list) for text in extra),
+    ]:
         if not re.search(r"==|<", str(requirement)):
             yield f"pyproject.toml: {requirement} has no upper bound"
     names = [re.split(r"[<>=!~\[; ]", str(requirement))[0] for requirement in requirements]

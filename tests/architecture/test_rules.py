@@ -64,7 +64,10 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("core/pool.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
     ],
     "errors_stand_alone": [("core/errors.py", "import pydantic\n"), ("core/errors.py", "import core.pool\n")],
-    "public_name_has_one_home": [("router/app.py", "class CoreError(Exception): ...\n"), ("router/app.py", "PULLS = 1\n")],
+    "public_name_has_one_home": [
+        ("router/app.py", "class CoreError(Exception): ...\n"),
+        ("router/app.py", "PULLS = 1\n"),
+    ],
     "name_is_imported_from_its_home": [
         ("router/app.py", "from core.pool import CoreError\n"),
         ("tests/core/test_pool.py", "from core.pool import CoreError\n"),
@@ -123,7 +126,10 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("core/metrics.py", 'READS = "pdcluster_reads_total"\n'),
         ("docs/metrics.md", "| `pdcluster_gone_total` | pulls |\n"),
     ],
-    "text_names_no_machine": [("docs/runbook.md", "cd /" + "root/pdcluster\n"), ("core/pool.py", f"X = '/{'work'}/x'\n")],
+    "text_names_no_machine": [
+        ("docs/runbook.md", "cd /" + "root/pdcluster\n"),
+        ("core/pool.py", f"X = '/{'work'}/x'\n"),
+    ],
 }
 """By rule: (path, text to append) of violations that the rule must see, one at a time."""
 
@@ -187,7 +193,11 @@ def test_allow_list_shrinks_when_function_is_short_again(sound: Path, monkeypatc
 def test_outermost_loops_shrink_when_handler_is_gone(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "OUTERMOST_LOOPS", frozenset({"core.pool.run"}))
     assert list(rules.outermost_loop_is_needed(Source(root=sound)))
-    plant(sound, "core/pool.py", "def run():\n    try:\n        x = 1\n    except Exception as error:\n        x = error\n")
+    plant(
+        sound,
+        "core/pool.py",
+        "def run():\n    try:\n        x = 1\n    except Exception as error:\n        x = error\n",
+    )
     assert not list(rules.outermost_loop_is_needed(Source(root=sound)))
     assert not list(rules.failure_is_not_swallowed(Source(root=sound)))
 

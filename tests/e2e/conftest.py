@@ -9,7 +9,7 @@ from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build
 from core.clock import ManualClock
 from core.config import ClusterConfig, parse_config
 from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WeightIdentity, WorkerId
-from core.messages import Connect, Credit, FromWorker, Offer, Prefill, PullDone, Refused, Release, Renew, Submit, Tokens
+from core.messages import Cancel, Connect, Credit, FromWorker, Offer, Prefill, PullDone, Refused, Release, Renew, Submit, Tokens
 from core.request import Request, SamplingParams
 from decode.worker import DecodeWorker
 from engine.standin import StandinRunner, expected_tokens, standin_layout
@@ -134,6 +134,9 @@ class Pair:
             self.prefill.handle(ROUTER, message, now)
         elif isinstance(message, Refused):
             self.refusals.append(message)
+            cancel = Cancel(request_id=message.request_id, attempt=message.attempt)
+            self.prefill.handle(ROUTER, cancel, now)
+            self.decode.handle(ROUTER, cancel, now)
         elif isinstance(message, Tokens):
             self._collect(message)
 
@@ -149,7 +152,7 @@ class Pair:
     def run(self, *, steps_max: int = 500, tick_s: float = 0.01) -> None:
         """Until nothing happens any more."""
         for _ in range(steps_max):
-            if not self.step():
+            if not self.step() and not self.pullers["decode"].num_reads:
                 return
             self.clock.advance(tick_s)
         pytest.fail(f"not idle after {steps_max} steps")

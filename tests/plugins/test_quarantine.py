@@ -163,7 +163,10 @@ def test_history_goes_when_last_entry_goes(project: pytest.Pytester) -> None:
         ("import pytest\n@pytest.mark.{}(reason='later')\ndef test_it(): assert False", "test_it: skipped"),
         ("import pytest\ndef test_it(): pytest.{}('later')", "test_it: skipped"),
         ("import pytest\npytest.{}('later', allow_module_level=True)", "skipped when collected"),
-        ("import unittest\nclass TestIt(unittest.TestCase):\n    def test_it(self): self.{}Test('')", "test_it: skipped"),
+        (
+            "import unittest\nclass TestIt(unittest.TestCase):\n    def test_it(self): self.{}Test('')",
+            "test_it: skipped",
+        ),
     ],
 )
 def test_session_fails_when_test_skips(project: pytest.Pytester, source: str, complaint: str) -> None:

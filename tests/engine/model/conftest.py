@@ -77,7 +77,7 @@ def _write_weights(path: Path, tensors: Tensors, num_shards: int) -> None:
         save_file(tensors, path / SINGLE_FILE)
         return
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index in range(num_shards):
         file = f"model-{index + 1:05}-of-{num_shards:05}.safetensors"
         save_file({name: tensors[name] for name in names[index::num_shards]}, path / file)

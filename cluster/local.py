@@ -1,0 +1,131 @@
+"""The in-process runtime: workers and links of one cluster in one process and on one clock.
+
+Real planner, pool, leases, sessions, workers, router; in-memory links and transport; any runner. Tests and the simulator
+run on it, and a single colocated decode worker of it is the oracle for every disaggregated answer. Knows nothing about
+processes, Ray or HTTP; imports no torch.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker
+from cluster.worker_host import AsyncHost, Doorway, Inbox, welcome_of
+from core.clock import Clock
+from core.config import ClusterConfig
+from core.ids import Epoch, Role, WorkerId
+from core.link import MemoryNetwork
+from core.messages import WorkerAddress, WorkerSet
+from core.worker import Worker
+from engine.step import Runner
+from kvtransfer.integrity import BlockDigester
+from kvtransfer.puller import Puller
+from kvtransfer.transport.base import Peer, Region
+from kvtransfer.transport.memory import MemoryFabric, MemoryTransport
+
+MakeRunner = Callable[[WorkerIdentity], tuple[Runner, memoryview]]
+"""A runner for one worker, and the bytes of its KV pool, one contiguous run per block."""
+
+
+class LocalCluster:
+    """Workers of `config`, reachable over `network` under their ids as endpoints."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        model: ServedModel,
+        make_runner: MakeRunner,
+        *,
+        clock: Clock,
+        network: MemoryNetwork,
+        fabric: MemoryFabric,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._make_runner = make_runner
+        self._clock = clock
+        self._network = network
+        self._fabric = fabric
+        self.workers: dict[WorkerId, Worker] = {}
+        self._tasks: dict[WorkerId, list[asyncio.Task[None]]] = {}
+
+    def start(self) -> WorkerSet:
+        """Start every worker the configuration asks for; what a controller would tell the routers."""
+        counts: list[tuple[Role, int]] = [
+            ("prefill", self._config.prefill.workers),
+            ("decode", self._config.decode.workers),
+        ]
+        for role, count in counts:
+            for index in range(count):
+                self.start_worker(WorkerIdentity(worker_id=WorkerId(f"{role}-{index}"), role=role, epoch=Epoch(1)))
+        return self.worker_set()
+
+    def start_worker(self, identity: WorkerIdentity) -> None:
+        """Start one worker; a restarted one gets a higher epoch."""
+        worker, inbox = self._build(identity)
+        welcome = welcome_of(worker, pid=0, model_name=self._model.name, max_model_len=self._model.max_model_len)
+        doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=self._clock)
+        host = AsyncHost(worker, doorway, inbox, self._clock)
+        loop = asyncio.get_running_loop()
+        self.workers[identity.worker_id] = worker
+        self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]
+        self._network.listen(identity.worker_id, doorway.accept)
+
+    def worker_set(self) -> WorkerSet:
+        """Addresses of all live workers."""
+        addresses = [
+            WorkerAddress(worker=w.worker_id, role=w.role, epoch=w.epoch, endpoint=w.worker_id, pid=0)
+            for w in self.workers.values()
+        ]
+        return WorkerSet(workers=tuple(addresses))
+
+    async def kill_worker(self, worker_id: WorkerId) -> None:
+        """End a worker as SIGKILL would: no message, no cleanup, its memory unreadable."""
+        worker = self.workers.pop(worker_id)
+        self._network.stop_listening(worker_id)
+        self._fabric.kill(Peer(worker=worker_id, epoch=worker.epoch))
+        for link in self._network.links:
+            if link.peer == worker_id:
+                link.lose()
+        await self._end_tasks(worker_id)
+
+    async def close(self) -> None:
+        """End everything; raises what a worker's task failed with."""
+        for worker_id in list(self.workers):
+            self._network.stop_listening(worker_id)
+            await self._end_tasks(worker_id)
+            self.workers[worker_id].close()
+        await self._network.close()
+
+    async def _end_tasks(self, worker_id: WorkerId) -> None:
+        tasks = self._tasks.pop(worker_id)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _build(self, identity: WorkerIdentity) -> tuple[Worker, Inbox]:
+        runner, view = self._make_runner(identity)
+        block_bytes = self._model.layout.block_bytes()
+        region = Region(address=0, block_bytes=block_bytes, num_blocks=runner.num_blocks, device="cpu", view=view)
+        peer = Peer(worker=identity.worker_id, epoch=identity.epoch)
+        transport = MemoryTransport(self._fabric, peer, region)
+        digester = BlockDigester(view, block_bytes)
+        handshake = build_handshake(
+            self._config,
+            self._model,
+            num_blocks=runner.num_blocks,
+            transport=transport.name,
+            transport_metadata=transport.metadata(),
+        )
+        worker = build_worker(
+            identity,
+            self._config,
+            self._model,
+            runner=runner,
+            handshake=handshake,
+            digester=digester,
+            transfer=Puller(transport, digester, clock=self._clock),
+        )
+        return worker, Inbox()

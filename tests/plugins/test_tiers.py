@@ -1,0 +1,49 @@
+"""Which tests a tier runs, in small sessions of pytest with one test of each need."""
+
+import pytest
+
+from tests.plugins.tiers import module_needs
+
+MARKERS = ("torch", "ray", "process", "slow", "gpu")
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    """One module with a test of each need and one without, and a module that needs torch as a whole."""
+    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {name}\n" for name in MARKERS))
+    pytester.makeconftest('pytest_plugins = ["tests.plugins.tiers"]')
+    tests = "".join(f"@pytest.mark.{name}\ndef test_{name}(): ...\n" for name in MARKERS)
+    whole = "import pytest, a_module_that_is_missing\npytestmark = [pytest.mark.torch, pytest.mark.slow]\n"
+    pytester.makepyfile(test_each=f"import pytest\ndef test_fast(): ...\n{tests}", test_whole=whole)
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("tier", "passed"),
+    [
+        ("fast", ["fast"]),
+        ("test", ["fast", "torch", "ray", "process"]),
+    ],
+)
+def test_tier_runs_what_has_the_needs_when_chosen(project: pytest.Pytester, tier: str, passed: list[str]) -> None:
+    result = project.runpytest_inprocess("-p", "no:randomly", "-v", f"--tier={tier}")
+    result.assert_outcomes(passed=len(passed), deselected=1 + len(MARKERS) - len(passed))
+    result.stdout.fnmatch_lines([f"*test_{name} PASSED*" for name in passed])
+
+
+def test_tier_imports_module_when_it_may_belong(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess("-p", "no:randomly", "--tier=slow")
+    assert "a_module_that_is_missing" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("pytestmark = pytest.mark.torch", {"torch"}),
+        ("pytestmark = [pytest.mark.ray, pytest.mark.slow]", {"ray", "slow"}),
+        ("other = pytest.mark.torch", set()),
+        ("@pytest.mark.torch\ndef test_it(): ...", set()),
+    ],
+)
+def test_needs_are_read_when_module_is_marked(source: str, needs: set[str]) -> None:
+    assert module_needs(source) == needs
