@@ -64,11 +64,10 @@ def _require_fit(prepared: Prepared) -> None:
     if limit is not None and limit > model.max_position_embeddings:
         problem = f"{limit} tokens are more than the {model.max_position_embeddings} positions of the model"
         raise _error(prepared, "model.max_model_len", problem)
-    longest = limit or model.max_position_embeddings
     room = config.kv.num_blocks(prepared.block_bytes()) * config.kv.block_size
-    if longest > room:
+    if room < (limit or 1):
         key = "kv.device_blocks" if config.kv.device_blocks is not None else "kv.device_gib"
-        problem = f"the pool holds {room} tokens, fewer than one request may have ({longest})"
+        problem = f"the pool holds {room} tokens, fewer than one request may have ({limit or 1})"
         raise _error(prepared, key, problem, "Give it more, or set a smaller model.max_model_len.")
     if config.transfer.transport == "memory" and config.mode == "disaggregated":
         problem = "memory moves KV inside one process only, and the workers of a cluster are processes of their own"

@@ -64,7 +64,7 @@ class RayHead:
 
 
 def start_head(config: ClusterConfig, report: Report) -> RayHead:
-    """Start a head large enough for the cluster. Raises ClusterError with Ray's output, and leaves nothing behind then."""
+    """Start a head large enough for the cluster. Raises ClusterError with Ray's output, leaving nothing behind."""
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="pdc-", dir=base if len(base) <= TEMPORARY_DIRECTORY_CHARS_MAX else "/tmp")
     try:
@@ -197,6 +197,7 @@ def _describe(pid: int) -> str:
 
 
 def _end(remaining: Callable[[], list[ProcessRef]], report: Report) -> None:
+    processes: list[ProcessRef] = []
     for signal_number, wait_s in ((signal.SIGTERM, TERM_WAIT_S), (signal.SIGKILL, KILL_WAIT_S)):
         deadline_s = time.monotonic() + wait_s
         signalled: set[int] = set()

@@ -143,10 +143,8 @@ class StateStore:
         if name is None and len(names) == 1:
             name = names[0]
         if name is None:
-            problem = (
-                f"name one of {', '.join(names)}" if names else "no cluster is running; start one with `pdcluster up`"
-            )
-            raise ClusterError(name="?", problem=problem)
+            problem = f"name one of {', '.join(names)}" if names else "none is running; `pdcluster up FILE` starts one"
+            raise ClusterError(name="any", problem=problem)
         record = self.read(name)
         if record is None:
             others = f"; running: {', '.join(names)}" if names else ""

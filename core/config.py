@@ -43,7 +43,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: the checkpoint's own."""
     max_model_len: PositiveInt | None = None
-    """Tokens of prompt plus output at most; None: what the model was trained for."""
+    """Tokens of prompt plus output at most; None: what the model was trained for, or the pool holds if that is less."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA for workers that have a GPU, else the CPU."""
 

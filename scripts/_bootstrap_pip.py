@@ -1,7 +1,8 @@
 """Installs pip into the interpreter that runs this file, for distributions that ship Python without ensurepip.
 
-A wheel of pip can install itself. It comes from the package index that pip would use (PIP_INDEX_URL or pypi.org), and its
-hash is checked against the index's. Uses the standard library alone; knows nothing about what is installed afterwards.
+A wheel of pip can install itself. It comes from the package index that pip would use (PIP_INDEX_URL or pypi.org), and
+its hash is checked against the index's. Uses the standard library alone; knows nothing about what is installed
+afterwards.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """The repository as data: its modules parsed, its text files read. What a rule looks at.
 
-Parsing stands in for importing, so that the rules run anywhere and on trees that were made to break them. Knows no rule.
+Parsing stands in for importing, so that the rules run anywhere and on trees that were made to break them. Knows no
+rule.
 """
 
 import ast

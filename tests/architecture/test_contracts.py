@@ -1,7 +1,7 @@
 """Goal: each import contract of pyproject.toml holds here, and is broken by an import that breaks it.
 
-Method: import-linter, as `scripts/check` runs it, over a copy of the packages; then over the same copy with one forbidden
-import planted for each contract, where each contract must name the import that was planted for it.
+Method: import-linter, as `scripts/check` runs it, over a copy of the packages; then over the same copy with one
+forbidden import planted for each contract, where each contract must name the import that was planted for it.
 """
 
 import re

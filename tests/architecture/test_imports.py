@@ -1,7 +1,7 @@
 """Goal: every module can be the first one that a process imports, and no process loads a library that it does not use.
 
-Method: a child interpreter forks once per module, so that each starts from a clean table of modules. Modules that load torch
-or Ray when imported are left to the marked tests, as the import statements say.
+Method: a child interpreter forks once per module, so that each starts from a clean table of modules. Modules that
+load torch or Ray when imported are left to the marked tests, as the import statements say.
 """
 
 import json

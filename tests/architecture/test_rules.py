@@ -1,6 +1,7 @@
 """Goal: the repository obeys every rule of `rules` and `text_rules`, and each rule can fail.
 
-Method: each rule looks at this repository, then at a small one made for the purpose, sound but for one planted violation.
+Method: each rule looks at this repository, then at a small one made for the purpose, sound but for one planted
+violation.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,9 @@
 """Pytest plugin: what a fast test may not do raises at once, with a message that says what to do instead.
 
-Around every test without a need (see `tests.plugins.tiers`) Ray, torch, sockets, real waits and the process-wide random
-generators are closed. In the fast tier they are closed for the whole session, imports during collection included. Tests that
-took longer than FAST_TEST_S_MAX are listed at the end; a slow machine fails nobody. Knows nothing about what is tested.
+Around every test without a need (see `tests.plugins.tiers`) Ray, torch, sockets, real waits and the process-wide
+random generators are closed. In the fast tier they are closed for the whole session, imports during collection
+included. Tests that took longer than FAST_TEST_S_MAX are listed at the end; a slow machine fails nobody. Knows
+nothing about what is tested.
 """
 
 import asyncio

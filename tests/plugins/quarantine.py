@@ -1,12 +1,12 @@
 """Pytest plugin: the one way to live with a failing test, for a time, in the open.
 
-`tests/quarantine.toml` lists tests that are expected to fail, each with the reason, the link to the work that repairs it, an
-owner, the condition for its return and an expiry. A listed test still runs: a failure that matches its signature is an
-expected one, a pass is counted in `tests/quarantine_history.json`, which is committed with the change that ran the tests. The
-session fails on a missing or unknown field, an expired or overlong entry, a test that does not exist, a test that has passed
-PASSES_MAX times in a row, and on anything else that would keep a test from counting: a skip, an expected failure outside the
-file, a deselection. A need for hardware is no reason for quarantine; that is a marker (see `tests.plugins.tiers`). Knows
-nothing about what the tests test.
+`tests/quarantine.toml` lists tests that are expected to fail, each with the reason, the link to the work that repairs
+it, an owner, the condition for its return and an expiry. A listed test still runs: a failure that matches its
+signature is an expected one, a pass is counted in `tests/quarantine_history.json`, which is committed with the change
+that ran the tests. The session fails on a missing or unknown field, an expired or overlong entry, a test that does
+not exist, a test that has passed PASSES_MAX times in a row, and on anything else that would keep a test from
+counting: a skip, an expected failure outside the file, a deselection. A need for hardware is no reason for
+quarantine; that is a marker (see `tests.plugins.tiers`). Knows nothing about what the tests test.
 """
 
 import ast

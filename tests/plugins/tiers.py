@@ -1,8 +1,9 @@
 """Pytest plugin: which tests run, chosen by what they need.
 
-A test without a marker is fast: Python only. The markers torch, ray, process, slow and gpu name a need (see pyproject.toml).
-`--tier` picks a set by these markers and nothing else does. A whole module of another tier is not even imported, so that the
-fast tier stays free of torch. Knows nothing about quarantine or about what a fast test may do.
+A test without a marker is fast: Python only. The markers torch, ray, process, slow and gpu name a need (see
+pyproject.toml). `--tier` picks a set by these markers and nothing else does. A whole module of another tier is not
+even imported, so that the fast tier stays free of torch. Knows nothing about quarantine or about what a fast test may
+do.
 """
 
 import ast
