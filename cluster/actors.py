@@ -74,11 +74,24 @@ class MemberHost:
             logger.error("%s", error)
             self._problem = str(error)
             return
-        except Exception as error:  # the outermost loop of this process: the controller learns of it and ends the
-        process logger.exception("could not start") self._problem = f"{type(error).__name__}: {error}" return with
-        self._lock: self._running = running is_late = self._is_stopping if is_late: running.stop() return
-        running.wait() with self._lock: if self._is_stopping: return failure = getattr(running, "failure", None)
-        logger.critical("ended by itself", exc_info=failure) self._log.flush() os._exit(EXIT_ENDED)
+        except Exception as error:  # outermost loop of this process: the controller learns of it and ends the process
+            logger.exception("could not start")
+            self._problem = f"{type(error).__name__}: {error}"
+            return
+        with self._lock:
+            self._running = running
+            is_late = self._is_stopping
+        if is_late:
+            running.stop()
+            return
+        running.wait()
+        with self._lock:
+            if self._is_stopping:
+                return
+        failure = getattr(running, "failure", None)
+        logger.critical("ended by itself", exc_info=failure)
+        self._log.flush()
+        os._exit(EXIT_ENDED)
 
 
 class ControllerHost:
@@ -120,5 +133,7 @@ def open_log(log_dir: Path, name: str) -> IO[str]:
     root = logging.getLogger("pdcluster")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    faulthandler.enable(handler.stream)
-    return handler.stream
+    stream = handler.stream
+    assert stream is not None, "the file was opened at once"
+    faulthandler.enable(stream)
+    return stream

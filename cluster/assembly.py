@@ -1,11 +1,12 @@
-"""Puts a worker together from its parts: planner, runner, digests, transfer side. The same for a process of its own and for
-the in-process runtime, for torch and for the stand-in runner.
+"""Puts a worker together from its parts: planner, runner, digests, transfer side. The same for a process of its own
+and for the in-process runtime, for torch and for the stand-in runner.
 
 Knows nothing about threads, links or Ray; imports no torch.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from core.config import ClusterConfig
 from core.errors import ModelLoadError
@@ -63,7 +64,9 @@ def max_model_len(config: ClusterConfig, model: ModelConfig, path: Path) -> int:
     block_bytes = model.block_layout(config.kv.block_size, run_dtype(config, model)).block_bytes()
     fits = config.kv.num_blocks(block_bytes) * config.kv.block_size
     if fits < (asked or 1):
-        problem = f"needs {block_bytes} bytes per KV block; the pool holds {fits} tokens, fewer than one request may need"
+        problem = (
+            f"needs {block_bytes} bytes per KV block; the pool holds {fits} tokens, fewer than one request may need"
+        )
         raise ModelLoadError(path=path, file="config.json", field="num_hidden_layers", problem=problem)
     return asked or min(model.max_position_embeddings, fits)
 
@@ -97,7 +100,7 @@ def build_handshake(
     )
 
 
-class TransferSide(Puller, Serving):
+class TransferSide(Puller, Serving, Protocol):
     """Both halves of `kvtransfer.puller`: a decode worker reads through it, a prefill worker is read from."""
 
 

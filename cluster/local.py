@@ -1,8 +1,8 @@
 """The in-process runtime: workers and links of one cluster in one process and on one clock.
 
-Real planner, pool, leases, sessions, workers, router; in-memory links and transport; any runner. Tests and the simulator
-run on it, and a single colocated decode worker of it is the oracle for every disaggregated answer. Knows nothing about
-processes, Ray or HTTP; imports no torch.
+Real planner, pool, leases, sessions, workers, router; in-memory links and transport; any runner. Tests and the
+simulator run on it, and a single colocated decode worker of it is the oracle for every disaggregated answer. Knows
+nothing about processes, Ray or HTTP; imports no torch.
 """
 
 import asyncio

@@ -1,23 +1,25 @@
-"""Workers, routers and the controller as detached Ray actors, and a whole cluster's start, status and end. The only user of Ray.
+"""Workers, routers and the controller as detached Ray actors; a whole cluster's start, status and end. The only Ray user.
 
     namespace pdcluster-<name>    controller            restarted by Ray, adopts what runs (CL-2)
                                   prefill-0:1 ...       id:epoch, restarted by the controller only, in the next epoch
-    placement group, same name    one bundle per worker: CPUs, GPUs, and `pdcluster_prefill` or `pdcluster_decode` where the
-                                  Ray cluster defines these resources (a head that we start does)
+    placement group, same name    one bundle per worker: CPUs, GPUs, and `pdcluster_prefill` or `pdcluster_decode`
+    where the Ray cluster defines these resources (a head that we start does)
 
-Routers and the controller take no CPUs and stay on the node that `start_cluster` was called on. Actors import the installed packages.
-No Ray call is made while a request is served.
+Routers and the controller take no CPUs and stay on the node that `start_cluster` was called on. Actors import the
+installed packages. No Ray call is made while a request is served.
 """
 
 import asyncio
-import os
+import logging
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -38,10 +40,11 @@ from core.link_grpc import GrpcDialer
 
 CONTROLLER_NAME = "controller"
 RECORD_FILE = "controller.json"
-CONNECT_TIMEOUT_S = 30.0
 PLACEMENT_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
+CONTROLLER_START_TIMEOUT_S = 60.0
 DESCRIBE_TIMEOUT_S = 1.0
+ANSWERED_S = 0.01
 STOP_TIMEOUT_S = 12.0
 SHUTDOWN_TIMEOUT_S = 75.0
 READY_POLL_S = 0.25
@@ -63,7 +66,7 @@ class ClusterHandle:
     """Processes of the head that we started; empty when Ray was running already."""
 
 
-# ---- actors -----------------------------------------------------------------------------------------------------------
+# ---- actors ----------------------------------------------------------------------------------------------------------
 
 
 class WorkerActor(MemberHost):
@@ -120,7 +123,7 @@ def _run_router(spec: Mapping[str, Any]) -> Running:
     )
 
 
-# ---- the runtime ------------------------------------------------------------------------------------------------------
+# ---- the runtime -----------------------------------------------------------------------------------------------------
 
 
 class RayRuntime:
@@ -132,6 +135,7 @@ class RayRuntime:
         self._log_dir = log_dir
         self._handles: dict[str, Any] = {}
         self._known: dict[str, dict[str, Any]] = {}
+        self._calls: dict[str, Any] = {}
         self._observing: asyncio.Future[list[Observed]] | None = None
 
     async def start_worker(self, spec: WorkerSpec) -> None:
@@ -151,12 +155,14 @@ class RayRuntime:
         await asyncio.to_thread(self._stop, f"{member_id}:{epoch}")
 
     def _start_worker(self, spec: WorkerSpec) -> None:
-        index = [member for member, role in _workers(self._config)].index(spec.id)
+        index = [member_id for member_id, _ in _workers(self._config)].index(spec.id)
         group = self._call(lambda: ray.util.get_placement_group(self._namespace))
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        bundle = group.bundle_specs[index]
-        resources = {name: number for name, number in bundle.items() if name not in ("CPU", "GPU")}
-        options = {"num_cpus": spec.cpus, "num_gpus": spec.gpus, "resources": resources, "scheduling_strategy": strategy}
+        options = {
+            "num_cpus": spec.cpus,
+            "num_gpus": spec.gpus,
+            "resources": {n: v for n, v in group.bundle_specs[index].items() if n not in ("CPU", "GPU")},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        }
         self._start(WorkerActor, spec, {"cpus": spec.cpus, "gpus": spec.gpus}, options, spec.cpus)
 
     def _start(
@@ -166,7 +172,7 @@ class RayRuntime:
             "id": spec.id, "role": spec.role, "epoch": spec.epoch, "config": spec.config.model_dump_json(),
             "model_path": str(spec.model_path), "log_dir": str(self._log_dir), **extra,
         }  # fmt: skip
-        actor = ray.remote(kind).options(
+        actor: Any = ray.remote(kind).options(
             name=f"{spec.id}:{spec.epoch}",
             namespace=self._namespace,
             lifetime="detached",
@@ -179,39 +185,36 @@ class RayRuntime:
         self._handles[f"{spec.id}:{spec.epoch}"] = self._call(lambda: actor.remote(values))
 
     def _observe(self) -> list[Observed]:
-        listed = self._call(lambda: ray.util.list_named_actors(all_namespaces=True))
-        names = [one["name"] for one in listed if one["namespace"] == self._namespace and ":" in one["name"]]
-        for name in names:
-            if name not in self._handles:
-                handle = self._call(lambda name=name: _find_actor(name, self._namespace))  # type: ignore[misc]
+        for name in self._call(lambda: _list_actors(self._namespace)):
+            if name != CONTROLLER_NAME and name not in self._handles:
+                handle = self._call(partial(_find_actor, name, self._namespace))
                 if handle is not None:
                     self._handles[name] = handle
-        calls = {name: handle.describe.remote() for name, handle in self._handles.items()}
+        for name, handle in self._handles.items():
+            if name not in self._calls:
+                self._calls[name] = handle.describe.remote()
+        calls = list(self._calls.values())
         if calls:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=DESCRIBE_TIMEOUT_S)
-        return [self._describe(name, call) for name, call in calls.items()]
+            ray.wait(calls, num_returns=len(calls), timeout=DESCRIBE_TIMEOUT_S)
+        return [self._describe(name) for name in list(self._calls)]
 
-    def _describe(self, name: str, call: Any) -> Observed:
+    def _describe(self, name: str) -> Observed:
         """One member. Who does not answer in time is as it was last seen: a busy process is not a dead one."""
         member_id, _, epoch = name.rpartition(":")
-        role: MemberRole = dict(Target(config=self._config, model_path=Path()).members()).get(
-            WorkerId(member_id), _role_of(member_id)
-        )
         known, problem = self._known.get(name, {}), ""
         try:
-            known = self._known[name] = ray.get(call, timeout=0.01)
+            known = self._known[name] = ray.get(self._calls[name], timeout=ANSWERED_S)
+            del self._calls[name]
             problem = known["problem"]
         except GetTimeoutError:
-            problem = ""
+            pass  # the same call is looked at again next time
         except RayActorError as error:
             problem = _explain_death(error)
         if problem:
-            handle = self._handles.pop(name)
-            self._known.pop(name, None)
-            ray.kill(handle, no_restart=True)
+            ray.kill(self._forget(name), no_restart=True)
         return Observed(
-            id=RouterId(member_id) if role == "router" else WorkerId(member_id),
-            role=role,
+            id=WorkerId(member_id),
+            role=_role_of(member_id),
             epoch=Epoch(int(epoch)),
             alive=not problem,
             endpoint=known.get("endpoint"),
@@ -221,10 +224,15 @@ class RayRuntime:
         )
 
     def _stop(self, name: str) -> None:
-        handle = self._handles.pop(name, None) or self._call(lambda: _find_actor(name, self._namespace))
-        self._known.pop(name, None)
+        handle = self._forget(name) or self._call(lambda: _find_actor(name, self._namespace))
         if handle is not None:
-            _stop_actor(handle)
+            self._call(lambda: ray.wait([handle.stop.remote()], timeout=STOP_TIMEOUT_S))
+            ray.kill(handle, no_restart=True)
+
+    def _forget(self, name: str) -> Any:
+        self._known.pop(name, None)
+        self._calls.pop(name, None)
+        return self._handles.pop(name, None)
 
     def _call(self, call: Callable[[], Any]) -> Any:
         """A Ray call whose failure is an operating error."""
@@ -232,3 +240,190 @@ class RayRuntime:
             return call()
         except (RayError, ValueError, ConnectionError) as error:
             raise ClusterError(name=self._config.name, problem=f"Ray: {error}") from error
+
+
+def _workers(config: ClusterConfig) -> list[tuple[MemberId, MemberRole]]:
+    """The workers in the order of the placement group's bundles."""
+    members = Target(config=config, model_path=Path()).members()
+    return [(member_id, role) for member_id, role in members.items() if role != "router"]
+
+
+def _role_of(member_id: str) -> MemberRole:
+    kind = member_id.rpartition("-")[0]
+    return next((role for role in ("prefill", "decode") if role == kind), "router")
+
+
+def _explain_death(error: RayActorError) -> str:
+    """Why an actor's process is gone, in one sentence."""
+    detail = re.search(r"Worker exit detail: ([^.]*)", str(error))
+    return f"its process ended: {detail.group(1)}" if detail else "its process ended"
+
+
+def _this_node() -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
+def _list_actors(namespace: str) -> list[str]:
+    """Names of the live actors of a namespace."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in listed if one["namespace"] == namespace]
+
+
+def _find_actor(name: str, namespace: str) -> Any:
+    """The live actor of that name, or None."""
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+
+
+# ---- a whole cluster -------------------------------------------------------------------------------------------------
+
+
+def start_cluster(config: ClusterConfig, model_path: Path, directory: Path, report: Report) -> ClusterHandle:
+    """Start Ray if needed, reserve room for the workers, start the controller, which starts all else. Returns soon.
+
+    `directory` keeps the controller's record and, in `logs`, what the actors log. Raises ClusterError, with nothing
+    left running.
+    """
+    namespace = f"pdcluster-{config.name}"
+    head = start_head(config, report) if config.ray.address is None else None
+    handle = ClusterHandle(
+        name=config.name,
+        ray_address=head.address if head else str(config.ray.address),
+        namespace=namespace,
+        controller=CONTROLLER_NAME,
+        started=head.started if head else (),
+    )
+    try:
+        _connect(handle)
+        is_other = _find_actor(CONTROLLER_NAME, namespace) is not None
+    except BaseException:
+        end_head(handle.started, report)
+        raise
+    if is_other:
+        ray.shutdown()
+        raise ClusterError(name=config.name, problem=f"is running already in the Ray cluster at {handle.ray_address}")
+    try:
+        _place(config, namespace)
+        (directory / RECORD_FILE).unlink(missing_ok=True)
+        log_dir = directory / "logs"
+        actor = ray.remote(ControllerActor).options(
+            name=CONTROLLER_NAME, namespace=namespace, lifetime="detached", max_restarts=-1, num_cpus=0,
+            max_concurrency=ACTOR_CALLS_MAX, scheduling_strategy=_this_node(),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+        )  # fmt: skip
+        report("starting the controller")
+        controller = actor.remote(namespace, config.model_dump_json(), str(model_path), str(directory), str(log_dir))
+        _ask(handle, controller.status, CONTROLLER_START_TIMEOUT_S)
+    except BaseException:
+        stop_cluster(handle, report)
+        raise
+    return handle
+
+
+def cluster_status(handle: ClusterHandle) -> dict[str, Any]:
+    """What the controller published last (see `Controller.status`). Raises ClusterError when it does not answer."""
+    _connect(handle)
+    controller = _find_actor(handle.controller, handle.namespace)
+    if controller is None:
+        raise ClusterError(name=handle.name, problem=f"has no controller in the Ray cluster at {handle.ray_address}")
+    status: dict[str, Any] = _ask(handle, controller.status, CALL_TIMEOUT_S)
+    return status
+
+
+def wait_ready(handle: ClusterHandle, timeout_s: float, report: Report) -> dict[str, Any]:
+    """The status once every member listens. Raises ClusterError when the cluster failed or time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        status = cluster_status(handle)
+        if status["state"] == "ready":
+            return status
+        if status["state"] == "failed":
+            raise ClusterError(name=handle.name, problem=status["reason"])
+        if time.monotonic() >= deadline_s:
+            problem = f"was not ready within {timeout_s:.0f} s ({status['reason'] or status['state']})"
+            raise ClusterError(name=handle.name, problem=problem)
+        time.sleep(READY_POLL_S)
+
+
+def stop_cluster(handle: ClusterHandle, report: Report) -> None:
+    """End every process of the cluster, and the Ray head if we started it. Idempotent."""
+    try:
+        _connect(handle)
+        _end_actors(handle, report)
+    except (ClusterError, RayError) as error:
+        if not handle.started:
+            raise
+        report(f"ending the Ray head at once: {error}")
+    finally:
+        ray.shutdown()
+        end_head(handle.started, report)
+
+
+def _end_actors(handle: ClusterHandle, report: Report) -> None:
+    controller = _find_actor(handle.controller, handle.namespace)
+    if controller is not None:
+        try:
+            _ask(handle, controller.shutdown, SHUTDOWN_TIMEOUT_S)
+        except ClusterError as error:
+            report(str(error))
+        ray.kill(controller, no_restart=True)
+    deadline_s = time.monotonic() + CALL_TIMEOUT_S
+    while names := _list_actors(handle.namespace):
+        for name in names:
+            if (actor := _find_actor(name, handle.namespace)) is not None:
+                ray.kill(actor, no_restart=True)
+        if time.monotonic() >= deadline_s:
+            report(f"actors that did not end: {', '.join(names)}")
+            break
+        time.sleep(READY_POLL_S)
+    group = ray.util.placement_group_table().values()
+    if any(one["name"] == handle.namespace and one["state"] != "REMOVED" for one in group):
+        remove_placement_group(ray.util.get_placement_group(handle.namespace))
+
+
+def _connect(handle: ClusterHandle) -> None:
+    """Make this process a driver of the handle's Ray cluster, once."""
+    if ray.is_initialized() and ray.get_runtime_context().gcs_address == handle.ray_address:
+        return
+    ray.shutdown()
+    is_main = threading.current_thread() is threading.main_thread()
+    on_term = signal.getsignal(signal.SIGTERM)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if handle.started:
+        options["_node_ip_address"] = handle.ray_address.rpartition(":")[0]
+    try:
+        ray.init(address=handle.ray_address, namespace=handle.namespace, **options)
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        problem = f"the Ray cluster at {handle.ray_address} cannot be reached: {error}"
+        raise ClusterError(name=handle.name, problem=problem) from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler of whoever connects
+
+
+def _place(config: ClusterConfig, namespace: str) -> None:
+    """Reserve one bundle per worker. Raises ClusterError naming what is wanted and what is there."""
+    defined = cast("dict[str, float]", ray.cluster_resources())  # type: ignore[no-untyped-call]
+    bundles = []
+    for _, role in _workers(config):
+        section, resource = (
+            (config.prefill, PREFILL_RESOURCE) if role == "prefill" else (config.decode, DECODE_RESOURCE)
+        )
+        wanted = {"CPU": float(section.cpus), "GPU": section.gpus, resource: float(resource in defined)}
+        bundles.append({name: number for name, number in wanted.items() if number})
+    group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        free = cast("dict[str, float]", ray.available_resources())  # type: ignore[no-untyped-call]
+        problem = f"the Ray cluster has no room for workers that need {bundles}; free: {free.get('CPU', 0)} CPUs, {free.get('GPU', 0)} GPUs"
+        raise ClusterError(name=config.name, problem=problem)
+
+
+def _ask(handle: ClusterHandle, method: Any, timeout_s: float) -> Any:
+    """Call a method of the controller."""
+    try:
+        return ray.get(method.remote(), timeout=timeout_s)
+    except RayError as error:
+        reason = f"does not answer within {timeout_s:.0f} s" if isinstance(error, GetTimeoutError) else str(error)
+        raise ClusterError(name=handle.name, problem=f"the controller: {reason}") from error

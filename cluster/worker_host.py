@@ -2,8 +2,8 @@
 
     links --frames--> Doorway --(source, message)--> Inbox --> step: handle, advance --> outbound --> Doorway --> links
 
-One batch of messages per step and direction. Heartbeats leave from the loop, so that a long step does not look like a dead
-worker; they stop when the step thread has not come round for STEP_STALL_S. Knows nothing about what a role does.
+One batch of messages per step and direction. Heartbeats leave from the loop, so that a long step does not look like a
+dead worker; they stop when the step thread has not come round for STEP_STALL_S. Knows nothing about what a role does.
 """
 
 import asyncio

@@ -8,6 +8,8 @@ import os
 import threading
 
 import torch
+from engine.runner import TorchRunner
+from kvtransfer.puller_thread import ThreadedPuller
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker, run_dtype, served_model
 from cluster.runtime import WorkerSpec
@@ -18,10 +20,8 @@ from core.link_grpc import GrpcServer
 from core.worker import Worker
 from engine.model.directory import read_config
 from engine.model.loader import load_weights
-from engine.runner import TorchRunner
 from kvtransfer.integrity import BlockDigester, Digester
 from kvtransfer.integrity_torch import TorchBlockDigester
-from kvtransfer.puller_thread import ThreadedPuller
 from kvtransfer.transport.base import Peer, Region
 from kvtransfer.transport.nixl import NixlTransport
 
@@ -93,7 +93,9 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
     )
     transport = NixlTransport(Peer(worker=spec.id, epoch=spec.epoch), region)
     digester: Digester = (
-        BlockDigester(region.view, region.block_bytes) if region.view is not None else TorchBlockDigester(cache.tensor, region.block_bytes)
+        BlockDigester(region.view, region.block_bytes)
+        if region.view is not None
+        else TorchBlockDigester(cache.tensor, region.block_bytes)
     )
     handshake = build_handshake(
         config,

@@ -1,6 +1,7 @@
 """Time, behind a seam: deciders get `now` as a number, drivers wait on a `Clock`.
 
-The manual clock moves only when told to, so that a test or the simulator owns time. Knows nothing about what waits on it.
+The manual clock moves only when told to, so that a test or the simulator owns time. Knows nothing about what waits on
+it.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""Every operating error of the cluster. A class's docstring is its message template; `{name}` fields come from the constructor.
+"""Every operating error of the cluster. A class's docstring is its message template; `{name}` fields come from the
+constructor.
 
-Knows nothing about HTTP bodies: `http_status` and `error_type` are facts that the HTTP layer reads. Imports nothing but the
-standard library, so that a worker, a router and a test can share it without any other part of the project.
+Knows nothing about HTTP bodies: `http_status` and `error_type` are facts that the HTTP layer reads. Imports nothing
+but the standard library, so that a worker, a router and a test can share it without any other part of the project.
 """
 
 from typing import ClassVar
@@ -16,7 +17,7 @@ class PdclusterError(Exception):
 
     def __init__(self, **fields: object) -> None:
         self.fields = fields
-        template = type(self).__doc__ or "{message}"
+        template = " ".join((type(self).__doc__ or "{message}").split())
         super().__init__(template.format(**fields))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -67,7 +68,9 @@ class OverloadedError(PdclusterError):
 
 
 class NoWorkerError(PdclusterError):
-    """No live {role} worker can take this request. Try again in {retry_after_s} s; `pdcluster status` shows the workers."""
+    """No live {role} worker can take this request. Try again in {retry_after_s} s; `pdcluster status` shows the
+    workers.
+    """
 
     http_status = 503
     error_type = "ServiceUnavailable"
@@ -118,7 +121,9 @@ class ModelLoadError(PdclusterError):
 
 
 class IncompatiblePeersError(PdclusterError):
-    """{source} and {target} cannot exchange KV blocks: {field} is {source_value} on {source} and {target_value} on {target}."""
+    """{source} and {target} cannot exchange KV blocks: {field} is {source_value} on {source} and {target_value} on
+    {target}.
+    """
 
 
 class LinkClosedError(PdclusterError):

@@ -5,9 +5,9 @@ Encoding of one block, hashed with SHA-256:
     parent hash (32 bytes) | number of token ids, u32 LE | token ids, u32 LE each | number of extra keys, u32 LE |
     per extra key: length of tag, u32 LE | tag, UTF-8 | length of value, u32 LE | value
 
-The first block's parent is `ROOT_HASH`, itself the hash of the scheme's name, so that a change of the encoding changes every
-hash. Tags keep the domains apart (`lora`, `media`, `salt`, `embeds`): equal bytes of two domains never collide. Only full
-blocks are hashed. Knows nothing about pools or tiers.
+The first block's parent is `ROOT_HASH`, itself the hash of the scheme's name, so that a change of the encoding
+changes every hash. Tags keep the domains apart (`lora`, `media`, `salt`, `embeds`): equal bytes of two domains never
+collide. Only full blocks are hashed. Knows nothing about pools or tiers.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """The link: an ordered, bidirectional stream of message frames between two processes, behind a seam.
 
-`send` never blocks: a peer that does not keep up is cut at LINK_MESSAGES_MAX undelivered messages, so that back-pressure
-never reaches a step. The in-memory links here carry the real encoded frames, with seeded delay and loss of connection; the
-gRPC link is `core.link_grpc`. Knows nothing about what the messages mean.
+`send` never blocks: a peer that does not keep up is cut at LINK_MESSAGES_MAX undelivered messages, so that
+back-pressure never reaches a step. The in-memory links here carry the real encoded frames, with seeded delay and loss
+of connection; the gRPC link is `core.link_grpc`. Knows nothing about what the messages mean.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Every message on a link, as tagged MessagePack structs, and the frame that carries them.
 
-A frame is one MessagePack array of messages: everything a process has to say to a peer after one step. Unknown fields are
-ignored within a protocol version; an unknown tag is an error. Directions: `ToWorker` (router or controller to worker),
-`FromWorker`, `ToRouter` (controller to router), `FromRouter`.
+A frame is one MessagePack array of messages: everything a process has to say to a peer after one step. Unknown fields
+are ignored within a protocol version; an unknown tag is an error. Directions: `ToWorker` (router or controller to
+worker), `FromWorker`, `ToRouter` (controller to router), `FromRouter`.
 
     router                decode worker               prefill worker
       | Submit ------------->|                             |
@@ -33,13 +33,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """Base of all messages about one try at one request. A receiver ignores an attempt older than the one it knows (TX-2)."""
+    """Base of all messages about one try at one request. A receiver ignores an attempt older than the one it knows
+    (TX-2).
+    """
 
     request_id: RequestId
     attempt: Attempt
 
 
-# ---- opening a link ---------------------------------------------------------------------------------------------------
+# ---- opening a link ------------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ class Reject(Message, frozen=True, kw_only=True):
     reason: str
 
 
-# ---- router to worker -------------------------------------------------------------------------------------------------
+# ---- router to worker ----------------------------------------------------------------------------------------------
 
 
 class Connect(Message, frozen=True, kw_only=True):
@@ -98,7 +100,9 @@ class Submit(RequestMessage, frozen=True, kw_only=True):
 
 
 class Prefill(RequestMessage, frozen=True, kw_only=True):
-    """Asks a prefill worker to compute the blocks [0, num_demanded_blocks) of a prompt and to offer those from num_held_blocks on."""
+    """Asks a prefill worker to compute the blocks [0, num_demanded_blocks) of a prompt and to offer those from
+    num_held_blocks on.
+    """
 
     request: Request
     decode_worker: WorkerId
@@ -113,7 +117,9 @@ class Release(RequestMessage, frozen=True, kw_only=True):
 
 
 class Renew(RequestMessage, frozen=True, kw_only=True):
-    """Extends a lease by its time to live from reception. From the decode worker through the router to the prefill worker."""
+    """Extends a lease by its time to live from reception. From the decode worker through the router to the prefill
+    worker.
+    """
 
     lease_id: LeaseId
 
@@ -126,7 +132,7 @@ class Drain(Message, frozen=True, kw_only=True):
     """Admit nothing more; finish what runs."""
 
 
-# ---- worker to router -------------------------------------------------------------------------------------------------
+# ---- worker to router ----------------------------------------------------------------------------------------------
 
 
 class PeerReady(Message, frozen=True, kw_only=True):
@@ -266,7 +272,7 @@ HEARTBEAT_TIMEOUT_S = 5.0
 """A peer that was silent for so long is dead."""
 
 
-# ---- controller and router --------------------------------------------------------------------------------------------
+# ---- controller and router -----------------------------------------------------------------------------------------
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,7 +308,9 @@ class RouterStatus(Message, frozen=True, kw_only=True):
 
 
 ToWorker = Hello | Connect | Disconnect | Submit | Prefill | Offer | Release | Renew | Cancel | Drain
-FromWorker = Welcome | Reject | PeerReady | PeerRefused | Credit | Refused | Offer | PullDone | Renew | Tokens | WorkerStatus
+FromWorker = (
+    Welcome | Reject | PeerReady | PeerRefused | Credit | Refused | Offer | PullDone | Renew | Tokens | WorkerStatus
+)
 ToRouter = Hello | WorkerSet | Drain
 FromRouter = RouterStatus | Reject
 AnyMessage = (

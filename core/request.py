@@ -80,7 +80,8 @@ TERMINAL_STATES = frozenset({RequestState.FINISHED, RequestState.FAILED, Request
 _ENDINGS = frozenset({RequestState.FAILED, RequestState.CANCELLED})
 LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.SELECTED: frozenset({RequestState.CREDITED, RequestState.SELECTED}) | _ENDINGS,
-    RequestState.CREDITED: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.SELECTED}) | _ENDINGS,
+    RequestState.CREDITED: frozenset({RequestState.PREFILLING, RequestState.DECODING, RequestState.SELECTED})
+    | _ENDINGS,
     RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.SELECTED}) | _ENDINGS,
     RequestState.DECODING: frozenset({RequestState.SELECTED, RequestState.FINISHED}) | _ENDINGS,
     RequestState.FINISHED: frozenset(),

@@ -1,7 +1,7 @@
 """What a worker of either role is to the process that hosts it: a synchronous state machine, driven step by step.
 
-The host owns threads, links and time; the worker owns its state. All calls come from one thread (the step thread), or from
-the in-process runtime. Knows nothing about links, threads or Ray.
+The host owns threads, links and time; the worker owns its state. All calls come from one thread (the step thread), or
+from the in-process runtime. Knows nothing about links, threads or Ray.
 """
 
 from typing import Protocol

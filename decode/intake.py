@@ -1,11 +1,12 @@
-"""The intake: credit, bind, pull, verify, commit. How a request's prompt blocks get from a prefill worker into this pool.
+"""The intake: credit, bind, pull, verify, commit. How a request's prompt blocks get from a prefill worker into this
+pool.
 
     Submit -> (waits for credit) -> Credit -> first Offer: blocks are bound -> reads -> verified -> committed -> ready
 
-Credit is a promise in numbers; blocks are bound at the first offer. A block enters the pool's index only after its digest
-was verified (KV-5), and a request is ready only when every demanded block is (TX-1). Destinations of a read that was given
-up stay bound until the puller says that nothing can write them any more. Pure but for the puller behind its seam. Knows
-nothing about sampling or steps.
+Credit is a promise in numbers; blocks are bound at the first offer. A block enters the pool's index only after its
+digest was verified (KV-5), and a request is ready only when every demanded block is (TX-1). Destinations of a read
+that was given up stay bound until the puller says that nothing can write them any more. Pure but for the puller
+behind its seam. Knows nothing about sampling or steps.
 """
 
 from collections import deque
@@ -141,7 +142,7 @@ class Intake:
         waiting = next((r for r in self._waiting if r.submit.request_id == request_id), None)
         return waiting or self._active.get(request_id)
 
-    # ---- peers ---------------------------------------------------------------------------------------------------------
+    # ---- peers -----------------------------------------------------------------------------------------------------
 
     def peer_ready(self, peer: Peer) -> None:
         self._peers[peer.worker] = peer.epoch
@@ -155,7 +156,7 @@ class Intake:
         for reception in lost:
             self._fail(reception, "transfer_failed", f"prefill worker {peer.worker} (epoch {peer.epoch}) is gone")
 
-    # ---- credit --------------------------------------------------------------------------------------------------------
+    # ---- credit ----------------------------------------------------------------------------------------------------
 
     def _grant_credits(self, now: float) -> None:
         """First come, first served: a promise is made only for blocks that are neither used nor promised."""
@@ -189,7 +190,7 @@ class Intake:
                 ),
             )
 
-    # ---- offers and reads ----------------------------------------------------------------------------------------------
+    # ---- offers and reads ------------------------------------------------------------------------------------------
 
     def on_offer(self, offer: Offer, now: float) -> None:
         """A (relayed) offer; one of another attempt changes nothing (TX-2)."""
@@ -289,7 +290,7 @@ class Intake:
             )
         )
 
-    # ---- time and endings ----------------------------------------------------------------------------------------------
+    # ---- time and endings ------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Expiries, renewals, late bindings and credits."""
@@ -302,15 +303,15 @@ class Intake:
                 lapsed = session.lease_id is None
                 self.counters["pdcluster_credits_lapsed_total"] += lapsed
                 kind = "credit_lapsed" if lapsed else "transfer_failed"
-                self._fail(reception, kind, "no offer came in time" if lapsed else "the lease ended before all was read")
+                self._fail(
+                    reception, kind, "no offer came in time" if lapsed else "the lease ended before all was read"
+                )
             elif reception.offer is not None:
                 self._take_offer(reception, reception.offer, now)
             elif session.lease_id is not None and session.renew_at_s <= now:
                 session.renewed(now)
                 key = reception.key
-                self._send(
-                    reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=session.lease_id)
-                )
+                self._send(reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=session.lease_id))
         self._grant_credits(now)
 
     def _fail(self, reception: Reception, kind: str, reason: str) -> None:
@@ -366,5 +367,3 @@ class Intake:
     def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
         outbound, self._outbound = self._outbound, []
         return outbound
-
-

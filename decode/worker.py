@@ -1,8 +1,9 @@
-"""The decode worker: takes requests in, computes the tail of their prompts (all of it in colocated mode) and samples every token.
+"""The decode worker: takes requests in, computes the tail of their prompts (all of it in colocated mode) and samples
+every token.
 
-A synchronous state machine (`core.worker.Worker`), driven by its host. A request whose prompt blocks come from a prefill
-worker enters through `decode.intake`; the scheduler sees it only when every demanded block is verified (TX-1). Knows nothing
-about links, threads or text.
+A synchronous state machine (`core.worker.Worker`), driven by its host. A request whose prompt blocks come from a
+prefill worker enters through `decode.intake`; the scheduler sees it only when every demanded block is verified
+(TX-1). Knows nothing about links, threads or text.
 """
 
 from collections.abc import Iterable
@@ -125,7 +126,7 @@ class DecodeWorker:
     def handshake(self) -> Handshake:
         return self._settings.handshake
 
-    # ---- messages ------------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
         if isinstance(message, Submit):
@@ -252,7 +253,7 @@ class DecodeWorker:
         for live in [r for r in self._live.values() if r.router == source]:
             self._end(live)
 
-    # ---- peers ---------------------------------------------------------------------------------------------------------
+    # ---- peers -----------------------------------------------------------------------------------------------------
 
     def _on_connect(self, source: RouterId, message: Connect) -> None:
         peer = Peer(worker=message.worker, epoch=message.epoch)
@@ -284,7 +285,7 @@ class DecodeWorker:
         self._intake.peer_lost(peer)
         self._puller.remove_peer(peer)
 
-    # ---- work ----------------------------------------------------------------------------------------------------------
+    # ---- work ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
         results = self._puller.poll()
@@ -356,7 +357,7 @@ class DecodeWorker:
             queue_s=started_s - live.received_s if is_first else 0.0,
         )
 
-    # ---- reports -------------------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------------
 
     def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
         outbound, self._outbound = self._outbound + self._intake.take_outbound(), []

@@ -1,8 +1,9 @@
 """The iteration planner: which positions of which sequences the next forward pass computes.
 
 Decoding rows come first (one token each), then prefills in chunks under the token budget, then admissions in order of
-arrival. A sequence is admitted only if all blocks of its known tokens fit; decoding sequences grow block by block, and when
-none is left the latest arrival gives up its blocks and is recomputed later. Pure: no clock, no torch, no threads.
+arrival. A sequence is admitted only if all blocks of its known tokens fit; decoding sequences grow block by block,
+and when none is left the latest arrival gives up its blocks and is recomputed later. Pure: no clock, no torch, no
+threads.
 
     plan() -> StepPlan -> Runner.execute -> StepOutput -> apply() -> progress of each sequence
 """
@@ -192,7 +193,9 @@ class Scheduler:
         return True
 
     def _relieve(self, sequence: Sequence) -> bool:
-        """Nothing runs and the first in line does not fit: later arrivals give up the blocks they hold (to be recomputed)."""
+        """Nothing runs and the first in line does not fit: later arrivals give up the blocks they hold (to be
+        recomputed).
+        """
         for other in reversed(self._waiting):
             if other is not sequence and other.held_blocks:
                 self.pool.release(other.held_blocks)
@@ -209,7 +212,9 @@ class Scheduler:
         np.cumsum(counts, out=query_start[1:])
         positions = np.repeat(starts - query_start[:-1], counts) + np.arange(query_start[-1], dtype=np.int32)
         row_of_token = np.repeat(rows, counts)
-        slots = table.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots = (
+            table.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        )
         context = starts + counts
         samples = (context == table.num_tokens[rows]) & table.samples[rows]
         sample_rows = np.flatnonzero(samples).astype(np.int32)
@@ -238,9 +243,9 @@ class Scheduler:
             self._cache_full_blocks(planned[int(index)][0], int(old[index]), int(plan.context_lengths[index]))
         progress: list[Progress] = []
         sampled = {int(s): i for i, s in enumerate(plan.sample_rows)}
-        for index, (sequence, _count) in enumerate(planned):
-            if index in sampled:
-                progress.append(self._token_progress(sequence, output, sampled[index]))
+        for number, (sequence, _count) in enumerate(planned):
+            if number in sampled:
+                progress.append(self._token_progress(sequence, output, sampled[number]))
             elif sequence.sampling is None:
                 progress.append(self._kv_progress(sequence))
         return progress
@@ -296,7 +301,9 @@ class Scheduler:
         assert self.table.num_rows - self.table.num_free_rows == len(rows), "a row is open and nobody's"
         for sequence in self._running:
             row = sequence.row
-            assert self.table.num_computed[row] <= self.table.num_blocks[row] * self.table.block_size, "KV beyond blocks"
+            assert self.table.num_computed[row] <= self.table.num_blocks[row] * self.table.block_size, (
+                "KV beyond blocks"
+            )
             assert self.table.num_tokens[row] == len(sequence.token_ids), f"{sequence.name}: table and tokens differ"
         for sequence in self._waiting:
             assert sequence.row is None, f"{sequence.name} waits and runs"

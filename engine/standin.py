@@ -13,7 +13,7 @@ import numpy as np
 
 from core.layout import BlockLayout, GroupLayout
 from core.request import SamplingParams
-from engine.step import IntArray, StepOutput, StepPlan
+from engine.step import FloatArray, StepOutput, StepPlan
 
 
 def standin_layout(block_size: int) -> BlockLayout:
@@ -35,7 +35,7 @@ class StandinRunner:
 
     def byte_view(self) -> memoryview:
         """The KV bytes, one contiguous run per block."""
-        return memoryview(self._kv.reshape(-1)).cast("B")
+        return self._kv.reshape(-1).view(np.uint8).data
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.num_steps += 1
@@ -48,8 +48,8 @@ class StandinRunner:
         if not len(count) or count.max() < 0:
             return StepOutput(token_ids=tokens)
         width = max(int(count.max()), 0)
-        top_ids: IntArray = (tokens[:, None] + np.arange(width, dtype=np.int32)) % self.vocab_size
-        top_logprobs = np.tile(-0.5 - np.arange(width, dtype=np.float32), (len(tokens), 1))
+        top_ids = (tokens[:, None] + np.arange(width, dtype=np.int32)) % self.vocab_size
+        top_logprobs: FloatArray = np.tile(-0.5 - np.arange(width, dtype=np.float32), (len(tokens), 1))
         return StepOutput(
             token_ids=tokens,
             logprobs=np.full(len(tokens), -0.5, dtype=np.float32),

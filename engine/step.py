@@ -1,7 +1,8 @@
 """The border between planning and running: what one forward pass shall do, and what it did.
 
-Sequences live in rows of a `SequenceTable` (`engine.kv.table`), a struct of NumPy arrays that planner and runner share; a
-StepPlan says which positions of which rows to compute. Imports no torch: planner, pool and table work without it.
+Sequences live in rows of a `SequenceTable` (`engine.kv.table`), a struct of NumPy arrays that planner and runner
+share; a StepPlan says which positions of which rows to compute. Imports no torch: planner, pool and table work
+without it.
 
     one row of a plan:      0        start        start+count       tokens known
                             [ computed )[ this step )[    later      )
@@ -58,7 +59,9 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass over S sequences and T token positions. Rows that only prefill come after rows that decode one token."""
+    """One forward pass over S sequences and T token positions. Rows that only prefill come after rows that decode one
+    token.
+    """
 
     rows: IntArray
     """[S] table row of each sequence."""

@@ -228,7 +228,7 @@ class PullSession:
 
     def expire(self, now: float) -> SessionFailure | None:
         """Fail if the deadline has come."""
-        if now < self.deadline_s:
+        if not self.is_open or now < self.deadline_s:
             return None
         ended = "the credit" if self.lease_id is None else f"lease {self.lease_id}"
         return self.fail("transfer_failed", f"{ended} ended before every block was read")

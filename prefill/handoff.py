@@ -42,9 +42,7 @@ class Handoff:
         self.block_ids += block_ids
         self.digests += digests
 
-    def offer(
-        self, *, worker: WorkerId, epoch: Epoch, lease_ttl_s: float, num_cached_blocks: int, now: float
-    ) -> Offer:
+    def offer(self, *, worker: WorkerId, epoch: Epoch, lease_ttl_s: float, num_cached_blocks: int, now: float) -> Offer:
         """The cumulative offer as of now."""
         assert self.lease_id is not None and self.started_s is not None
         return Offer(

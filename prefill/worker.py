@@ -1,8 +1,8 @@
 """The prefill worker: computes the full blocks of prompts and leases them to whoever will decode. It never samples.
 
-A synchronous state machine (`core.worker.Worker`), driven by its host. A prompt is admitted only if the whole of it fits;
-every block that is offered is pinned by a lease until released or expired (KV-4), with its digest taken the moment it is
-final. Knows nothing about links, threads, decode workers' pools or text.
+A synchronous state machine (`core.worker.Worker`), driven by its host. A prompt is admitted only if the whole of it
+fits; every block that is offered is pinned by a lease until released or expired (KV-4), with its digest taken the
+moment it is final. Knows nothing about links, threads, decode workers' pools or text.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class PrefillWorker:
     def handshake(self) -> Handshake:
         return self._settings.handshake
 
-    # ---- messages ------------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
         if isinstance(message, Prefill):
@@ -182,7 +182,7 @@ class PrefillWorker:
         for handoff in [h for h in self._handoffs.values() if h.router == source]:
             self._cancel(handoff.request_id, handoff.attempt)
 
-    # ---- work ----------------------------------------------------------------------------------------------------------
+    # ---- work ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
         self._expire(now)
@@ -264,7 +264,7 @@ class PrefillWorker:
             self._pool.set_digest(block, digest)
         return [d for b in blocks if (d := self._pool.digest(b)) is not None]
 
-    # ---- reports -------------------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------------
 
     def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
         outbound, self._outbound = self._outbound, []
@@ -289,7 +289,9 @@ class PrefillWorker:
         self._leases.check()
         assert len(self._handoffs) == len(self._by_sequence)
         if not self._handoffs and not self._leases.num_leases:
-            assert self._pool.num_used == 0, f"KV-1: {self._pool.num_used} blocks used while nothing is leased or running"
+            assert self._pool.num_used == 0, (
+                f"KV-1: {self._pool.num_used} blocks used while nothing is leased or running"
+            )
 
     def close(self) -> None:
         self._serving.close()
@@ -298,5 +300,3 @@ class PrefillWorker:
 def _latest(progress: list[Progress]) -> list[Progress]:
     """The last progress of each sequence, in order."""
     return list({id(p.sequence): p for p in progress}.values())
-
-

@@ -120,7 +120,7 @@ class RequestFlow:
         )
         return [Send(worker=pair.decode.worker, message=submit)]
 
-    def no_pair(self, missing_role: str, now: float) -> list[Action]:
+    def no_pair(self, missing_role: str) -> list[Action]:
         """Nobody can serve it now. The first attempt fails at once; a retry waits for RESELECT_WAIT_S."""
         if self.attempt == 0:
             return self._fail(NoWorkerError(role=missing_role))

@@ -23,7 +23,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildDelta:
-    """What is new of one choice. Text may lag behind the tokens: characters that are incomplete, possible stop strings."""
+    """What is new of one choice. Text may lag behind tokens: incomplete characters and possible stop strings wait."""
 
     child: int
     text: str

@@ -6,15 +6,15 @@ Performs what `router.flow` decides. Used from one asyncio loop only. Knows noth
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Literal
 
 from core.clock import Clock
-from core.errors import NoWorkerError, OverloadedError, PdclusterError
-from core.ids import Epoch, RequestId, RouterId
+from core.errors import NoWorkerError, OverloadedError
+from core.ids import Epoch, RequestId, RouterId, WorkerId
 from core.link import Dialer
 from core.messages import RequestMessage, RouterStatus, WorkerAddress, WorkerSet, WorkerStatus
-from core.request import Request, RequestState
+from core.request import Request
 from router.actions import Action, Deliver, Fail, Send
 from router.admission import Admission
 from router.flow import RequestFlow
@@ -116,15 +116,19 @@ class RouterService:
         topology = self.pool.topology()
         return {"prefill": len(topology.prefill), "decode": len(topology.decode)}
 
+    def num_pairs(self) -> int:
+        """Pairs of workers that could serve a request."""
+        topology = self.pool.topology()
+        return sum(len(topology.pairs_of(decode)) for decode in topology.decode)
+
     def is_ready(self) -> bool:
         """A request could be served now."""
         return not self.is_draining and self._missing_role() is None
 
     def _missing_role(self) -> str | None:
-        topology = self.pool.topology()
-        if any(topology.pairs_of(decode) for decode in topology.decode):
+        if self.num_pairs():
             return None
-        return "prefill" if topology.decode else "decode"
+        return "prefill" if self.pool.topology().decode else "decode"
 
     def max_model_len(self) -> int | None:
         """Tokens of prompt plus output that every live decode worker can hold; None without one."""
@@ -167,7 +171,7 @@ class RouterService:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, prepared: PreparedRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, prepared: PreparedRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Events of one request, a Summary at the end.
 
         Raises a PdclusterError: at the first step when the request is not admitted, later when it fails. Closing the
@@ -234,10 +238,10 @@ class RouterService:
 
     # ---- reports of the pool -----------------------------------------------------------------------------------------
 
-    def request_message(self, worker: WorkerClient, message: RequestMessage) -> None:
+    def request_message(self, worker: WorkerId, message: RequestMessage) -> None:
         run = self._runs.get(message.request_id)
         if run is not None:
-            self._apply(run, run.flow.handle(worker.worker, message, self.clock.now()))
+            self._apply(run, run.flow.handle(worker, message, self.clock.now()))
 
     def worker_lost(self, life: WorkerLife) -> None:
         for run in list(self._runs.values()):

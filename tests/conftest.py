@@ -1,8 +1,8 @@
 """What every test run shares: the plugins, and the Hypothesis profiles.
 
-`gate` draws the same examples in every run; `fresh` draws new ones and more of them (`--tier=slow
---hypothesis-profile=fresh`), prints how to repeat a failure, and keeps failures in .hypothesis. The order of the tests is
-random; its seed stands in the header and `--randomly-seed=N` repeats it. Knows nothing about any package.
+`gate` draws the same examples in every run; `fresh` (`--tier=slow --hypothesis-profile=fresh`) draws new ones and more
+of them, prints how to repeat a failure, and keeps failures in .hypothesis. The order of the tests is random; its seed
+stands in the header and `--randomly-seed=N` repeats it. Knows nothing about any package.
 """
 
 from hypothesis import settings

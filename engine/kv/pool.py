@@ -137,4 +137,6 @@ class BlockPool:
             assert block not in cached or block_hash is not None, f"KV-1: cached block {block} has no hash"
             if block_hash is not None:
                 assert self._by_hash[block_hash] == block, f"KV-2: the index does not know block {block}"
-        assert len(self._by_hash) == sum(h is not None for h in self._hashes), "KV-2: the index names a block without hash"
+        assert len(self._by_hash) == sum(h is not None for h in self._hashes), (
+            "KV-2: the index names a block without hash"
+        )

@@ -1,7 +1,7 @@
 """The sequence table: one row of NumPy arrays per running sequence, shared by planner and runner.
 
-Rows are handed out and taken back; a row's block list only grows at its end while it lives (KV-3). Everything that a plan
-needs is read from here with vector operations. Knows nothing about scheduling or requests.
+Rows are handed out and taken back; a row's block list only grows at its end while it lives (KV-3). Everything that a
+plan needs is read from here with vector operations. Knows nothing about scheduling or requests.
 """
 
 import numpy as np
@@ -51,7 +51,13 @@ class SequenceTable:
         return len(self._free_rows)
 
     def open_row(
-        self, token_ids: list[int], *, prompt_length: int, num_computed: int, sampling: SamplingParams | None, child: int
+        self,
+        token_ids: list[int],
+        *,
+        prompt_length: int,
+        num_computed: int,
+        sampling: SamplingParams | None,
+        child: int,
     ) -> int:
         """A fresh row with these tokens. The caller checked `num_free_rows` and the length."""
         row = self._free_rows.pop()

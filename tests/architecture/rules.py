@@ -27,14 +27,19 @@ IMPORT_NAMES = {
 COMPANIONS = frozenset({"nixl", "nixl_cu13", "pydantic_core", "starlette"})
 """Imported beside a declared distribution: parts of it that have a name of their own, and NIXL's other builds."""
 
-OUTERMOST_LOOPS: frozenset[str] = frozenset({"kvtransfer.puller._run"})
-"""Functions that run a thread or task to its end: they may keep any exception for whoever owns it, as `module.function`."""
+OUTERMOST_LOOPS: frozenset[str] = frozenset({"cluster.actors._run", "kvtransfer.puller._run"})
+"""Functions that run a thread or task to its end, as `module.function`: they may keep any exception for its owner."""
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 UNSAFE_CALLS = frozenset({"torch.load", "eval", "exec", "os.system"})
 
-SHARED_NAMES = frozenset({"main"})
-"""Public names that several modules may define: entry points."""
+SEEDED = re.compile(r"random\.(?:Random|default_rng)$|torch\.seed$")
+
+SHARED_NAMES = frozenset({"main", "logger", "NAME"})
+"""Public names that several modules may define: entry points, and each module's log and transport's name."""
+
+LIMIT = re.compile(r"_(?:S|MS|MAX|MIN|BYTES)$")
+"""Names of limits, which several modules may choose for themselves."""
 
 
 def file_is_short(source: Source) -> Iterator[str]:
@@ -45,7 +50,7 @@ def file_is_short(source: Source) -> Iterator[str]:
 
 def function_is_short(source: Source) -> Iterator[str]:
     for module in (*source.modules, *source.tests):
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, FunctionNode) and f"{module.name}.{node.name}" not in LONG_FUNCTIONS:
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES_MAX:
@@ -57,7 +62,7 @@ def long_function_is_long(source: Source) -> Iterator[str]:
     found = {
         f"{module.name}.{node.name}"
         for module in (*source.modules, *source.tests)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, FunctionNode) and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES_MAX
     }
     yield from (f"LONG_FUNCTIONS: {name} is short or gone" for name in sorted(LONG_FUNCTIONS - found))
@@ -98,17 +103,14 @@ def dependency_is_declared_and_used(source: Source) -> Iterator[str]:
     project = table(source.project, "project")
     requirements, extras = project["dependencies"], table(project, "optional-dependencies")
     assert isinstance(requirements, list)
-    for requirement in [
-        *requirements,
-        *(text for extra in extras.values() if isinstance(extra, list) for text in extra),
-    ]:
+    optional = [text for extra in extras.values() if isinstance(extra, list) for text in extra]
+    for requirement in [*requirements, *optional]:
         if not re.search(r"==|<", str(requirement)):
             yield f"pyproject.toml: {requirement} has no upper bound"
     names = [re.split(r"[<>=!~\[; ]", str(requirement))[0] for requirement in requirements]
     declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
     imported = {item.module.partition(".")[0]: module for module in source.modules for item in module.imports}
-    strings = {node.value for module in source.modules for node in ast.walk(module.tree) if _is_string(node)}
-    for name in sorted(declared - set(imported) - strings):
+    for name in sorted(declared - set(imported) - _strings(source)):
         yield f"pyproject.toml: nothing imports {name}"
     for name in sorted(set(imported) - declared - STDLIB - set(source.roots) - COMPANIONS):
         yield f"{imported[name].path}: imports {name}, which pyproject.toml does not name"
@@ -126,7 +128,7 @@ def public_name_has_one_home(source: Source) -> Iterator[str]:
     homes: dict[str, list[str]] = {}
     for module in source.modules:
         for name in dict(top_level_names(module)):
-            if not name.startswith("_") and name not in SHARED_NAMES:
+            if not name.startswith("_") and name not in SHARED_NAMES and not LIMIT.search(name):
                 homes.setdefault(name, []).append(module.name)
     yield from (f"{name} is defined in {', '.join(found)}" for name, found in sorted(homes.items()) if len(found) > 1)
 
@@ -147,58 +149,64 @@ def bytes_are_never_code(source: Source) -> Iterator[str]:
         for item in module.imports:
             if item.module.partition(".")[0] in UNSAFE_MODULES:
                 yield f"{module.path}:{item.line}: {item.module} turns bytes into code"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and dotted(node.func) in UNSAFE_CALLS:
                 yield f"{module.path}:{node.lineno}: {dotted(node.func)} is not used here"
 
 
 def failure_is_not_swallowed(source: Source) -> Iterator[str]:
-    """A handler for every exception re-raises or ends the process; none is empty."""
+    """A handler for every exception re-raises or ends the process; one that does nothing says why."""
     for module in source.modules:
         allowed = {handler for name, handler in _handlers(module) if name in OUTERMOST_LOOPS and handler.name}
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ExceptHandler) and node not in allowed and _is_swallowing(node):
+        for node in module.nodes:
+            if isinstance(node, ast.ExceptHandler) and node not in allowed and _is_swallowing(node, module):
                 yield f"{module.path}:{node.lineno}: this handler hides failures"
-            elif isinstance(node, ast.Call) and dotted(node.func).endswith("suppress"):
-                if any(dotted(argument) in ("Exception", "BaseException") for argument in node.args):
-                    yield f"{module.path}:{node.lineno}: suppresses every exception"
+            elif isinstance(node, ast.Call) and _is_suppressing(node):
+                yield f"{module.path}:{node.lineno}: suppresses every exception"
 
 
 def outermost_loop_is_needed(source: Source) -> Iterator[str]:
     """OUTERMOST_LOOPS names no function that has gone or obeys the rule."""
-    needed = {name for module in source.modules for name, handler in _handlers(module) if _is_swallowing(handler)}
+    needed = {
+        name for module in source.modules for name, handler in _handlers(module) if _is_swallowing(handler, module)
+    }
     yield from (f"OUTERMOST_LOOPS: {name} is not needed" for name in sorted(OUTERMOST_LOOPS - needed))
 
 
 def _handlers(module: Module) -> Iterator[tuple[str, ast.ExceptHandler]]:
     """(module.function, handler) of every exception handler inside a function."""
-    for function in ast.walk(module.tree):
+    for function in module.nodes:
         if isinstance(function, FunctionNode):
             for node in ast.walk(function):
                 if isinstance(node, ast.ExceptHandler):
                     yield f"{module.name}.{function.name}", node
 
 
-def _is_swallowing(handler: ast.ExceptHandler) -> bool:
+def _is_suppressing(call: ast.Call) -> bool:
+    kinds = {dotted(argument) for argument in call.args}
+    return dotted(call.func).endswith("suppress") and bool(kinds & {"Exception", "BaseException"})
+
+
+def _is_swallowing(handler: ast.ExceptHandler, module: Module) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     catches_all = any(kind is None or dotted(kind) in ("Exception", "BaseException") for kind in kinds)
     calls = {dotted(node.func) for node in ast.walk(handler) if isinstance(node, ast.Call)}
     ends = any(isinstance(node, ast.Raise) for node in ast.walk(handler)) or bool(calls & {"os._exit", "sys.exit"})
-    is_empty = all(isinstance(statement, ast.Pass) for statement in handler.body)
-    return is_empty or (catches_all and not ends)
+    lines = module.text.splitlines()
+    is_mute = all(isinstance(node, ast.Pass) and "#" not in lines[node.lineno - 1] for node in handler.body)
+    return is_mute or (catches_all and not ends)
 
 
 def randomness_has_a_seed(source: Source) -> Iterator[str]:
     for module in (*source.modules, *source.tests):
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Call) and not node.args and not node.keywords:
-                if dotted(node.func).endswith(("random.Random", "random.default_rng", "torch.seed")):
-                    yield f"{module.path}:{node.lineno}: {dotted(node.func)}() without a seed"
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and not node.args and not node.keywords and SEEDED.search(dotted(node.func)):
+                yield f"{module.path}:{node.lineno}: {dotted(node.func)}() without a seed"
 
 
 def tests_do_not_sleep(source: Source) -> Iterator[str]:
     for module in source.tests:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and dotted(node.func) == "time.sleep":
                 yield f"{module.path}:{node.lineno}: waits on real time"
         for item in module.imports:
@@ -216,8 +224,10 @@ def tests_mirror_packages(source: Source) -> Iterator[str]:
             yield f"{module.path}: mirrors no package"
 
 
-def _is_string(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def _strings(source: Source) -> set[str]:
+    """Every string in the packages: a module may be imported by its name in one."""
+    nodes = (node for module in source.modules for node in module.nodes if isinstance(node, ast.Constant))
+    return {node.value for node in nodes if isinstance(node.value, str)}
 
 
 def _is_folder(source: Source, name: str) -> bool:

@@ -46,6 +46,11 @@ class Module:
         return ast.parse(self.text)
 
     @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree, walked once for all rules."""
+        return tuple(ast.walk(self.tree))
+
+    @functools.cached_property
     def is_package(self) -> bool:
         return self.path.name == "__init__.py"
 

@@ -41,7 +41,7 @@ layers = ["router", "core"]
     "scripts/test": "#!/usr/bin/env bash\npytest tests/core\n",
     ".ci/run": "scripts/test\n",
     "tests/core/test_pool.py": "def test_pool_is_whole_when_new():\n    'KV-1'\n",
-    "docs/invariants.md": "| | | |\n| KV-1 | a pool is whole | `core/pool.py`, `tests/core/test_pool.py` |\n| EV-1 | dense | later |\n",
+    "docs/invariants.md": "| KV-1 | whole | `core/pool.py`, `tests/core/test_pool.py` |\n| EV-1 | dense | later |\n",
     "docs/metrics.md": "| `pdcluster_pulls_total` | pulls |\n",
     "docs/runbook.md": "See docs/invariants.md.\n",
 }
@@ -108,6 +108,8 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("tests/core/test_pool.py", "import pytest\npytest.importorskip('ray')\n"),
         ("tests/core/test_pool.py", "import pytest\ndef test_x():\n    pytest.skip('later')\n"),
         ("tests/core/test_pool.py", "import pytest\npytestmark = pytest.mark.xfail\n"),
+        ("tests/core/test_pool.py", "from pytest import skip\n"),
+        ("tests/core/test_pool.py", "import unittest\n@unittest.skipIf(True, '')\ndef test_x(): ...\n"),
         ("tests/conftest.py", "collect_ignore = ['core']\n"),
     ],
     "path_exists": [

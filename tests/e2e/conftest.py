@@ -1,4 +1,6 @@
-"""A prefill and a decode worker on stand-in runners, an in-memory transport and a manual clock, relayed as a router would."""
+"""A prefill and a decode worker on stand-in runners, an in-memory transport and a manual clock, relayed as a router
+would.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,20 @@ from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build
 from core.clock import ManualClock
 from core.config import ClusterConfig, parse_config
 from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WeightIdentity, WorkerId
-from core.messages import Cancel, Connect, Credit, FromWorker, Offer, Prefill, PullDone, Refused, Release, Renew, Submit, Tokens
+from core.messages import (
+    Cancel,
+    Connect,
+    Credit,
+    FromWorker,
+    Offer,
+    Prefill,
+    PullDone,
+    Refused,
+    Release,
+    Renew,
+    Submit,
+    Tokens,
+)
 from core.request import Request, SamplingParams
 from decode.worker import DecodeWorker
 from engine.standin import StandinRunner, expected_tokens, standin_layout
@@ -88,7 +103,14 @@ class Pair:
         self.step()
 
     def submit(
-        self, request_id: str, prompt: list[int], *, attempt: int = 0, local: bool = False, num_children: int = 1, **sampling: Any
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        attempt: int = 0,
+        local: bool = False,
+        num_children: int = 1,
+        **sampling: Any,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **sampling})
         request = Request(
@@ -178,5 +200,3 @@ class Pair:
 @pytest.fixture
 def make_pair() -> Callable[..., Pair]:
     return Pair
-
-

@@ -1,8 +1,8 @@
-"""The prompts on which every topology must give the tokens of Hugging Face transformers, and the tool that asks transformers.
+"""The prompts on which every topology must give the tokens of Hugging Face transformers, and the tool that asks it.
 
-`python tests/e2e/golden_prompts.py MODEL_DIRECTORY > tests/data/smollm2-135m-matrix.json` writes the answers (fp32, greedy,
-sdpa attention), together with the margin between the two most likely tokens at each position, so that a comparison can tell
-a near-tie from an error.
+`python tests/e2e/golden_prompts.py MODEL_DIRECTORY > tests/data/smollm2-135m-matrix.json` writes the answers (fp32,
+greedy, sdpa attention) with the most likely tokens at each position, so that a comparison can tell a near-tie from an
+error.
 """
 
 import json
@@ -15,7 +15,14 @@ NUM_OUTPUT_TOKENS = 12
 
 _PLACES = ("harbour", "library", "station", "orchard", "workshop", "market", "observatory", "mill")
 _PEOPLE = ("the clerk", "a painter", "two sailors", "the baker", "an engineer", "the twins", "a judge")
-_DEEDS = ("counted the lamps", "repaired a clock", "wrote to the council", "sold apples", "measured the tide", "lost a key")
+_DEEDS = (
+    "counted the lamps",
+    "repaired a clock",
+    "wrote to the council",
+    "sold apples",
+    "measured the tide",
+    "lost a key",
+)
 
 CHATS: dict[str, list[dict[str, str]]] = {
     "multi-turn": [
@@ -26,7 +33,12 @@ CHATS: dict[str, list[dict[str, str]]] = {
     ],
     "unicode": [{"role": "user", "content": "Übersetze: «naïve café» — 東京 и Київ, 🙂👍🏽, ½ ≠ ⅓"}],
     "digits": [{"role": "user", "content": "What comes after 1234, 5678 and 90210? Is 3.14159 * 2 = 6.28318?"}],
-    "code": [{"role": "user", "content": "Explain:\n```python\ndef f(x):\n    return [y ** 2 for y in range(x) if y % 2]\n```"}],
+    "code": [
+        {
+            "role": "user",
+            "content": "Explain:\n```python\ndef f(x):\n    return [y ** 2 for y in range(x) if y % 2]\n```",
+        }
+    ],
 }
 
 
@@ -35,7 +47,9 @@ def long_text(num_sentences: int = 200) -> str:
     sentences = []
     for i in range(num_sentences):
         place, person, deed = _PLACES[i * 5 % 8], _PEOPLE[i * 3 % 7], _DEEDS[i * 7 % 6]
-        sentences.append(f"On day {i + 1}, {person} went to the {place} and {deed} while {i * 37 % 101} people watched.")
+        sentences.append(
+            f"On day {i + 1}, {person} went to the {place} and {deed} while {i * 37 % 101} people watched."
+        )
     return " ".join(sentences)
 
 
@@ -77,7 +91,8 @@ def main(directory: Path) -> None:
             }
         )
     lines = ",\n".join(json.dumps(item) for item in items)
-    print(f'{{"model": "SmolLM2-135M-Instruct", "dtype": "float32", "torch": "{torch.__version__}", "items": [\n{lines}\n]}}')
+    head = f'"model": "SmolLM2-135M-Instruct", "dtype": "float32", "torch": "{torch.__version__}"'
+    print(f'{{{head}, "items": [\n{lines}\n]}}')
 
 
 if __name__ == "__main__":

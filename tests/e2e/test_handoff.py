@@ -4,6 +4,7 @@ Everything runs for real but arithmetic and memory copies between processes: a w
 answer of the stand-in runner.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +77,7 @@ def test_blocks_are_read_while_later_chunks_compute_when_the_prompt_is_long(make
     offers = [m for m in pair.messages if isinstance(m, Offer)]
     assert [len(o.block_ids) for o in offers] == list(range(2, 17, 2))
     assert [o.is_final for o in offers] == [False] * 7 + [True]
-    assert all(later.block_ids[: len(o.block_ids)] == o.block_ids for o, later in zip(offers, offers[1:], strict=False))
+    assert all(later.block_ids[: len(o.block_ids)] == o.block_ids for o, later in itertools.pairwise(offers))
 
 
 def test_children_share_the_pulled_prompt_and_draw_their_own_noise(make_pair: MakePair) -> None:

@@ -1,7 +1,7 @@
 """Planted bugs in the hand-off: each must make the scenario below fail, otherwise the scenario proves nothing.
 
-The scenario is what `test_handoff` asserts in pieces: the right tokens, the right number of bytes, verified blocks only, and a
-corrupted read that is noticed. The unmutated code passes it.
+The scenario is what `test_handoff` asserts in pieces: the right tokens, the right number of bytes, verified blocks
+only, and a corrupted read that is noticed. The unmutated code passes it.
 """
 
 import random
@@ -12,7 +12,7 @@ import pytest
 
 from core.messages import Offer
 from decode.intake import Intake, Reception
-from kvtransfer.puller import PullJob, Puller, PullResult
+from kvtransfer.puller import Puller, PullJob, PullResult
 from kvtransfer.session import PullSession
 from kvtransfer.transport.memory import MemoryFaults, MemoryTransport
 
@@ -79,7 +79,8 @@ def test_mutant_that_skips_the_digest_check_is_caught(make_pair: MakePair, monke
     build = Puller.__init__
 
     def blind(self: Puller, transport: Any, digester: Any, **rest: Any) -> None:
-        build(self, transport, _Blind(digester), **rest)
+        seeing_nothing: Any = _Blind(digester)
+        build(self, transport, seeing_nothing, **rest)
 
     monkeypatch.setattr(Puller, "__init__", blind)
     with pytest.raises(AssertionError, match="wrong tokens"):

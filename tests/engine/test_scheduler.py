@@ -1,4 +1,6 @@
-"""The planner on the stand-in runner: whatever the batch, chunks, pressure or order, each sequence gets its own answer."""
+"""The planner on the stand-in runner: whatever the batch, chunks, pressure or order, each sequence gets its own
+answer.
+"""
 
 import random
 
@@ -17,7 +19,9 @@ VOCAB = 97
 BLOCK = 4
 
 
-def _scheduler(num_blocks: int, *, rows: int = 8, budget: int = 16, max_len: int = 64) -> tuple[Scheduler, StandinRunner]:
+def _scheduler(
+    num_blocks: int, *, rows: int = 8, budget: int = 16, max_len: int = 64
+) -> tuple[Scheduler, StandinRunner]:
     pool = BlockPool(num_blocks)
     table = SequenceTable(num_rows=rows, max_model_len=max_len, block_size=BLOCK)
     runner = StandinRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB)
@@ -154,7 +158,11 @@ def test_stop_token_ends_the_sequence_and_eos_can_be_ignored() -> None:
     sequences = [
         Sequence(name="stop", token_ids=list(prompt), prompt_length=3, sampling=stop),
         Sequence(
-            name="ignore", token_ids=list(prompt), prompt_length=3, sampling=ignore, eos_token_ids=frozenset({answer[1]})
+            name="ignore",
+            token_ids=list(prompt),
+            prompt_length=3,
+            sampling=ignore,
+            eos_token_ids=frozenset({answer[1]}),
         ),
     ]
     for sequence in sequences:

@@ -22,11 +22,11 @@ TIERS: dict[str, Callable[[frozenset[str]], bool]] = {
 }
 """By name: does a test with these needs belong to the tier? `test` is what scripts/test runs."""
 
-MODULE_EXCLUDES = {
+MODULE_EXCLUDES: dict[str, frozenset[str]] = {
     "fast": NEEDS,
     "test": frozenset({"slow", "gpu"}),
     "slow": frozenset({"gpu"}),
-    "gpu": frozenset[str](),
+    "gpu": frozenset(),
 }
 """By tier: a module marked as a whole with one of these needs is not collected."""
 

@@ -1,7 +1,8 @@
 """The block pool against a model made of plain dictionaries.
 
-Goal: KV-1 and KV-2 hold after any sequence of operations. Method: a Hypothesis state machine whose model knows, per block,
-how many references are out and which hash it carries; after every rule `check()` runs and the counts are compared.
+Goal: KV-1 and KV-2 hold after any sequence of operations. Method: a Hypothesis state machine whose model knows, per
+block, how many references are out and which hash it carries; after every rule `check()` runs and the counts are
+compared.
 """
 
 import hashlib

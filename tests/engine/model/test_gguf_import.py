@@ -1,5 +1,6 @@
 """GGUF files become whole Hugging Face directories, once; the bundled model computes what the golden file says."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from core.errors import ModelLoadError
+from engine.model import gguf_import
 from engine.model.checkpoint import SINGLE_FILE
 from engine.model.config import RopeScaling
 from engine.model.directory import check_directory, read_config
@@ -155,16 +157,28 @@ def test_nothing_is_left_when_writing_fails(
     assert [file.name for file in cache.iterdir()] == [".tiny.lock"]
 
 
-def _import_in_process(source: Path, target: Path, inodes: Any) -> None:
+def test_lock_is_named_when_another_import_holds_it_too_long(
+    write_gguf: WriteGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_import, "IMPORT_WAIT_S_MAX", -1.0)
+    with (tmp_path / ".tiny.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ModelLoadError, match=r"\.tiny\.lock: lock: another process still imports it"):
+            import_gguf(write_gguf(), tmp_path / "tiny")
+    assert import_gguf(write_gguf(), tmp_path / "tiny").is_dir()
+
+
+def _import_in_process(source: Path, target: Path, start: Any, inodes: Any) -> None:
+    start.wait(timeout=60)
     inodes.put((import_gguf(source, target) / SINGLE_FILE).stat().st_ino)
 
 
 @pytest.mark.process
 def test_one_import_wins_when_processes_import_at_once(write_gguf: WriteGguf, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    inodes = context.Queue()
+    start, inodes = context.Barrier(3), context.Queue()
     source, target = write_gguf(), tmp_path / "cache" / "tiny"
-    processes = [context.Process(target=_import_in_process, args=(source, target, inodes)) for _ in range(3)]
+    processes = [context.Process(target=_import_in_process, args=(source, target, start, inodes)) for _ in range(3)]
     for process in processes:
         process.start()
     found = {inodes.get(timeout=60) for _ in processes}
