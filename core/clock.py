@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds of this process. Values of two processes are not comparable (rebase deadlines at the border)."""
+    """Monotonic seconds of this process. Values of two processes cannot be compared (rebase deadlines)."""
 
     def now(self) -> float:
         """Monotonic seconds."""

@@ -50,7 +50,7 @@ Accept = Callable[[Link], Awaitable[None]]
 
 
 class MemoryLink:
-    """One end of an in-memory link. Frames arrive in order, each after a delay drawn from [delay_min_s, delay_max_s]."""
+    """One end of an in-memory link. Frames arrive in order, each after a delay from [delay_min_s, delay_max_s]."""
 
     def __init__(self, peer: str, clock: Clock, rng: random.Random, delay_s: tuple[float, float]) -> None:
         self.peer = peer

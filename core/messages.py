@@ -77,7 +77,7 @@ class Reject(Message, frozen=True, kw_only=True):
 
 
 class Connect(Message, frozen=True, kw_only=True):
-    """Tells a decode worker about a prefill worker it may read from. Answered by PeerReady or PeerRefused; idempotent."""
+    """Names to a decode worker a prefill worker it may read from. Answered by PeerReady or PeerRefused. Idempotent."""
 
     worker: WorkerId
     epoch: Epoch

@@ -16,7 +16,7 @@ from core.messages import KvUsage
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts, an index by hash, and least-recently-used eviction of cached blocks."""
+    """`num_blocks` blocks with references, an index by hash, and least-recently-used eviction of cached blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -132,7 +132,7 @@ def test_nothing_is_held_when_a_request_is_given_up_at_any_step(make_pair: MakeP
 
 
 def test_lease_expires_and_reader_fails_when_it_hears_nothing_more(make_pair: MakePair) -> None:
-    """A final offer that never arrives: credit or lease ends, both sides give everything back, within the lease time."""
+    """A final offer that never arrives: credit or lease ends, both sides give everything back in time."""
     pair = make_pair(**{"prefill.max_batched_tokens": 8})
     pair.drop = lambda m: (isinstance(m, Offer) and m.is_final) or isinstance(m, Renew)
     pair.submit("r", _prompt(33))

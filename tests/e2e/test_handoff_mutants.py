@@ -104,7 +104,7 @@ def test_mutant_that_commits_before_verifying_is_caught(make_pair: MakePair, mon
 
 
 def test_mutant_that_transfers_a_stale_block_is_caught(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source offers one block and another lies under its id: every attempt must end in a refusal, none in tokens."""
+    """Another block lies under the offered id: every attempt must end in a refusal, none in tokens."""
     start = MemoryTransport.start_read
 
     def stale(self: MemoryTransport, peer: Any, sources: Any, targets: Any) -> Any:
