@@ -9,12 +9,15 @@ import faulthandler
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from cluster.controller import Controller
+from cluster.runtime import RouterSpec, WorkerSpec
+from core.config import ClusterConfig
 from core.errors import PdclusterError
+from core.ids import Epoch, RouterId, WorkerId
 
 EXIT_ENDED = 70
 STOP_TIMEOUT_S = 60.0
@@ -92,6 +95,58 @@ class MemberHost:
         logger.critical("ended by itself", exc_info=failure)
         self._log.flush()
         os._exit(EXIT_ENDED)
+
+
+class WorkerActor(MemberHost):
+    """A worker's process, started from what `pack` made."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values["id"], lambda: _run_worker(values), Path(values["log_dir"]))
+
+
+class RouterActor(MemberHost):
+    """A router's process, started from what `pack` made."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values["id"], lambda: _run_router(values), Path(values["log_dir"]))
+
+
+def pack(spec: WorkerSpec | RouterSpec, log_dir: Path) -> dict[str, Any]:
+    """A spec as plain values, the configuration as JSON."""
+    values: dict[str, Any] = {"id": spec.id, "role": spec.role, "epoch": int(spec.epoch)}
+    values |= {"config": spec.config.model_dump_json(), "model_path": str(spec.model_path), "log_dir": str(log_dir)}
+    if isinstance(spec, WorkerSpec):
+        values |= {"cpus": spec.cpus, "gpus": spec.gpus}
+    return values
+
+
+def _run_worker(values: Mapping[str, Any]) -> Running:
+    from cluster.worker_process import run_worker  # torch and the transport, in worker processes only
+
+    return run_worker(
+        WorkerSpec(
+            id=WorkerId(values["id"]),
+            role=values["role"],
+            epoch=Epoch(values["epoch"]),
+            config=ClusterConfig.model_validate_json(values["config"]),
+            model_path=Path(values["model_path"]),
+            cpus=values["cpus"],
+            gpus=values["gpus"],
+        )
+    )
+
+
+def _run_router(values: Mapping[str, Any]) -> Running:
+    from cluster.router_process import run_router  # the HTTP stack, in router processes only
+
+    return run_router(
+        RouterSpec(
+            id=RouterId(values["id"]),
+            epoch=Epoch(values["epoch"]),
+            config=ClusterConfig.model_validate_json(values["config"]),
+            model_path=Path(values["model_path"]),
+        )
+    )
 
 
 class ControllerHost:

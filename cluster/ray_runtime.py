@@ -1,4 +1,4 @@
-"""Workers, routers and the controller as detached Ray actors; a whole cluster's start, status and end. The only Ray user.
+"""Workers, routers and controller as detached Ray actors; a whole cluster's start, status and end. The only Ray user.
 
     namespace pdcluster-<name>    controller            restarted by Ray, adopts what runs (CL-2)
                                   prefill-0:1 ...       id:epoch, restarted by the controller only, in the next epoch
@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import ControllerHost, MemberHost, Running
+from cluster.actors import ControllerHost, RouterActor, WorkerActor, pack
 from cluster.controller import Controller, RecordFile
 from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, Report, end_head, start_head
 from cluster.reconcile import MemberId, Target
@@ -35,7 +35,7 @@ from cluster.state import ProcessRef
 from core.clock import SystemClock
 from core.config import ClusterConfig
 from core.errors import ClusterError
-from core.ids import Epoch, RouterId, WorkerId
+from core.ids import Epoch, WorkerId
 from core.link_grpc import GrpcDialer
 
 CONTROLLER_NAME = "controller"
@@ -66,23 +66,6 @@ class ClusterHandle:
     """Processes of the head that we started; empty when Ray was running already."""
 
 
-# ---- actors ----------------------------------------------------------------------------------------------------------
-
-
-class WorkerActor(MemberHost):
-    """A worker's process."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec["id"], lambda: _run_worker(spec), Path(spec["log_dir"]))
-
-
-class RouterActor(MemberHost):
-    """A router's process."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec["id"], lambda: _run_router(spec), Path(spec["log_dir"]))
-
-
 class ControllerActor(ControllerHost):
     """The controller's process."""
 
@@ -99,28 +82,6 @@ class ControllerActor(ControllerHost):
             )
 
         super().__init__(build, Path(log_dir))
-
-
-def _run_worker(spec: Mapping[str, Any]) -> Running:
-    from cluster.worker_process import run_worker  # torch and the transport, in worker processes only
-
-    config = ClusterConfig.model_validate_json(spec["config"])
-    return run_worker(
-        WorkerSpec(
-            id=WorkerId(spec["id"]), role=spec["role"], epoch=Epoch(spec["epoch"]), config=config,
-            model_path=Path(spec["model_path"]), cpus=spec["cpus"], gpus=spec["gpus"],
-        )
-    )  # fmt: skip
-
-
-def _run_router(spec: Mapping[str, Any]) -> Running:
-    from cluster.router_process import run_router  # the HTTP stack, in router processes only
-
-    config = ClusterConfig.model_validate_json(spec["config"])
-    model_path = Path(spec["model_path"])
-    return run_router(
-        RouterSpec(id=RouterId(spec["id"]), epoch=Epoch(spec["epoch"]), config=config, model_path=model_path)
-    )
 
 
 # ---- the runtime -----------------------------------------------------------------------------------------------------
@@ -143,7 +104,7 @@ class RayRuntime:
 
     async def start_router(self, spec: RouterSpec) -> None:
         options = {"num_cpus": 0, "scheduling_strategy": _this_node()}
-        await asyncio.to_thread(self._start, RouterActor, spec, {}, options, 1)
+        await asyncio.to_thread(self._start, RouterActor, spec, options, 1)
 
     async def observe(self) -> list[Observed]:
         if self._observing is not None and not self._observing.done():
@@ -163,15 +124,9 @@ class RayRuntime:
             "resources": {n: v for n, v in group.bundle_specs[index].items() if n not in ("CPU", "GPU")},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         }
-        self._start(WorkerActor, spec, {"cpus": spec.cpus, "gpus": spec.gpus}, options, spec.cpus)
+        self._start(WorkerActor, spec, options, spec.cpus)
 
-    def _start(
-        self, kind: type, spec: WorkerSpec | RouterSpec, extra: dict[str, Any], options: dict[str, Any], threads: int
-    ) -> None:
-        values = {
-            "id": spec.id, "role": spec.role, "epoch": spec.epoch, "config": spec.config.model_dump_json(),
-            "model_path": str(spec.model_path), "log_dir": str(self._log_dir), **extra,
-        }  # fmt: skip
+    def _start(self, kind: type, spec: WorkerSpec | RouterSpec, options: dict[str, Any], threads: int) -> None:
         actor: Any = ray.remote(kind).options(
             name=f"{spec.id}:{spec.epoch}",
             namespace=self._namespace,
@@ -182,7 +137,7 @@ class RayRuntime:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
             **options,
         )
-        self._handles[f"{spec.id}:{spec.epoch}"] = self._call(lambda: actor.remote(values))
+        self._handles[f"{spec.id}:{spec.epoch}"] = self._call(lambda: actor.remote(pack(spec, self._log_dir)))
 
     def _observe(self) -> list[Observed]:
         for name in self._call(lambda: _list_actors(self._namespace)):
@@ -416,7 +371,8 @@ def _place(config: ClusterConfig, namespace: str) -> None:
     group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
     if not group.wait(PLACEMENT_TIMEOUT_S):
         free = cast("dict[str, float]", ray.available_resources())  # type: ignore[no-untyped-call]
-        problem = f"the Ray cluster has no room for workers that need {bundles}; free: {free.get('CPU', 0)} CPUs, {free.get('GPU', 0)} GPUs"
+        there = f"{free.get('CPU', 0)} CPUs and {free.get('GPU', 0)} GPUs are free"
+        problem = f"the Ray cluster has no room for workers that need {bundles}; {there}"
         raise ClusterError(name=config.name, problem=problem)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from router.app import build_app
 
 from cluster.runtime import RouterSpec
 from core.clock import Clock, SystemClock
@@ -24,6 +23,7 @@ from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Link
 from core.link_grpc import GrpcDialer, GrpcServer
 from core.messages import HEARTBEAT_S, Drain, Hello, Reject, WorkerSet
+from router.app import build_app
 from router.service import RouterService
 from router.text import TextProcessor
 

@@ -129,17 +129,22 @@ class NixlTransport:
         )
         if peer in self._remotes:
             raise self._failure(peer, "reads from its earlier registration have not ended")
+        self._remotes[peer] = self._connect(peer, said)
+
+    def _connect(self, peer: Peer, said: NixlMetadata) -> _Remote:
+        agent_name = ""
         try:
             agent_name = _text(self._agent.add_remote_agent(said.agent))
             if agent_name != _agent_name(peer):
-                self._agent.remove_remote_agent(agent_name)
-                raise self._failure(peer, f"its metadata is that of {agent_name}")
+                raise ValueError(f"it is that of {agent_name}")
             # NIXL refuses here what the agent has not registered, so that no later block id can reach beyond it.
             descriptors = self._prepare(agent_name, said.address, said.num_blocks, said.device)
             self._agent.make_connection(agent_name, [BACKEND])
         except self._refusals as error:
-            raise self._failure(peer, f"NIXL refuses its registration: {error}") from error
-        self._remotes[peer] = _Remote(agent_name=agent_name, num_blocks=said.num_blocks, descriptors=descriptors)
+            if agent_name:
+                self._agent.remove_remote_agent(agent_name)
+            raise self._failure(peer, f"its registration is refused: {error}") from error
+        return _Remote(agent_name=agent_name, num_blocks=said.num_blocks, descriptors=descriptors)
 
     def remove_peer(self, peer: Peer) -> None:
         remote = self._remotes.get(peer)

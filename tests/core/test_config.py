@@ -1,15 +1,18 @@
 """The YAML's rules, each error with its line, key and hint, and the configurations we ship."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.config import ClusterConfig, effective_config, is_loopback, load_config, parse_config
 from core.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 MINIMAL = "schema_version: 1\nname: demo\nmodel:\n  path: smollm2\n"
 
 
@@ -184,3 +187,14 @@ def test_host_is_loopback_when_it_never_leaves_the_machine(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", ""])
 def test_host_is_not_loopback_when_others_may_reach_it(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_every_key_is_documented_with_its_default_when_listed() -> None:
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (\S+)", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+    documented = {key: default.strip("`,") for key, default in rows}
+    defaults: dict[str, str] = {}
+    for name, value in parse(MINIMAL).model_dump().items():
+        fields = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        defaults |= {key: yaml.safe_dump(one).splitlines()[0] for key, one in fields.items()}
+    required = {"schema_version": "required", "name": "required", "model.path": "required"}
+    assert documented == defaults | required

@@ -1,4 +1,4 @@
-"""A source process for the NIXL tests: registers blocks of known content, prints its metadata, serves until told to end.
+"""A source process for the NIXL tests: registers blocks of known content, prints its metadata, serves.
 
 Lines on standard input: `pause` stops serving until the next line, anything else but an empty line goes on, the end of
 input ends the process. Knows nothing about who reads.

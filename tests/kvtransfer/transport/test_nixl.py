@@ -37,7 +37,7 @@ def test_a_peer_is_refused_when_its_pool_is_not_what_it_registered(
 ) -> None:
     peer, metadata = nixl_bench.start_source(1)
     lie = msgspec.msgpack.encode(msgspec.msgpack.decode(metadata) | change)
-    with pytest.raises(TransferFailedError, match="refuses its registration"):
+    with pytest.raises(TransferFailedError, match="its registration is refused"):
         nixl_bench.transport.add_peer(peer, lie, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
     nixl_bench.transport.add_peer(peer, metadata, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
     assert nixl_bench.wait(nixl_bench.transport.start_read(peer, ids(1), ids(1))).state is ReadState.DONE
@@ -46,14 +46,14 @@ def test_a_peer_is_refused_when_its_pool_is_not_what_it_registered(
 def test_a_peer_is_refused_when_it_claims_more_blocks_than_it_registered(nixl_bench: NixlBench) -> None:
     peer, metadata = nixl_bench.start_source(1)
     lie = msgspec.msgpack.encode(msgspec.msgpack.decode(metadata) | {"num_blocks": NUM_SOURCE_BLOCKS + 1})
-    with pytest.raises(TransferFailedError, match="refuses its registration"):
+    with pytest.raises(TransferFailedError, match="its registration is refused"):
         nixl_bench.transport.add_peer(peer, lie, NUM_SOURCE_BLOCKS + 1, BLOCK_BYTES)
 
 
 def test_a_peer_is_refused_when_its_metadata_is_that_of_another(nixl_bench: NixlBench) -> None:
     _, metadata = nixl_bench.start_source(1)
     other = Peer(worker=WorkerId("prefill-7"), epoch=Epoch(1))
-    with pytest.raises(TransferFailedError, match="is that of prefill-0#1"):
+    with pytest.raises(TransferFailedError, match="it is that of prefill-0#1"):
         nixl_bench.transport.add_peer(other, metadata, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
 
 
