@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from core.errors import PdclusterError
 from core.hashing import ExtraKey, hash_blocks
 from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
 from core.layout import Handshake
@@ -24,8 +23,6 @@ from core.messages import (
     Drain,
     FromWorker,
     Offer,
-    PeerReady,
-    PeerRefused,
     Refused,
     Submit,
     Tokens,
@@ -35,9 +32,9 @@ from core.messages import (
 )
 from core.request import AttemptKey, Request
 from decode.intake import Intake, Ready, Reception
+from decode.peers import PeerTable
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner, StepPlan
-from kvtransfer.handshake import check_peers
 from kvtransfer.plan import num_demanded_blocks
 from kvtransfer.puller import PeerResult, PullJob, PullResult
 from kvtransfer.transport.base import Peer
@@ -108,7 +105,7 @@ class DecodeWorker:
         )
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[int, LiveRequest] = {}
-        self._peer_askers: dict[Peer, set[RouterId]] = {}
+        self._peers = PeerTable(settings.worker_id, settings.handshake, puller)
         self._outbound: list[tuple[RouterId, FromWorker]] = []
         self._is_draining = False
         self._counters: dict[str, float] = dict.fromkeys(
@@ -256,34 +253,19 @@ class DecodeWorker:
     # ---- peers -----------------------------------------------------------------------------------------------------
 
     def _on_connect(self, source: RouterId, message: Connect) -> None:
-        peer = Peer(worker=message.worker, epoch=message.epoch)
-        try:
-            check_peers(message.handshake, self._settings.handshake, message.worker, self.worker_id)
-        except PdclusterError as error:
-            self._outbound.append((source, _peer_refused(peer, str(error))))
-            return
-        for older in [p for p in self._peer_askers if p.worker == peer.worker and p.epoch < peer.epoch]:
-            self._lose_peer(older)
-        self._peer_askers.setdefault(peer, set()).add(source)
-        layout = message.handshake.layout
-        self._puller.add_peer(
-            peer, message.handshake.transport_metadata, message.handshake.num_blocks, layout.block_bytes()
-        )
+        older, answers = self._peers.connect(source, message)
+        for peer in older:
+            self._lose_peer(peer)
+        self._outbound += answers
 
     def _on_peer_result(self, result: PeerResult) -> None:
-        askers = self._peer_askers.get(result.peer, set())
         if result.is_ready:
             self._intake.peer_ready(result.peer)
-            answer: FromWorker = PeerReady(worker=result.peer.worker, epoch=result.peer.epoch)
-        else:
-            self._peer_askers.pop(result.peer, None)
-            answer = _peer_refused(result.peer, result.reason)
-        self._outbound += [(router, answer) for router in sorted(askers)]
+        self._outbound += self._peers.answer(result)
 
     def _lose_peer(self, peer: Peer) -> None:
-        self._peer_askers.pop(peer, None)
         self._intake.peer_lost(peer)
-        self._puller.remove_peer(peer)
+        self._peers.remove(peer)
 
     # ---- work ------------------------------------------------------------------------------------------------------
 
@@ -391,10 +373,6 @@ class DecodeWorker:
 
 def _extra_keys(request: Request) -> tuple[ExtraKey, ...]:
     return (ExtraKey(tag="salt", value=request.salt),) if request.salt else ()
-
-
-def _peer_refused(peer: Peer, reason: str) -> PeerRefused:
-    return PeerRefused(worker=peer.worker, epoch=peer.epoch, reason=reason)
 
 
 def _update(item: Progress) -> TokenUpdate:

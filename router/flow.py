@@ -246,7 +246,7 @@ class RequestFlow:
     def _note_tokens(self, tokens: Tokens, now: float) -> None:
         facts = self.facts
         self._wait(DECODE_STALL_S, now)
-        if not any(update.token_ids for update in tokens.updates):
+        if not tokens.updates:
             return
         facts.last_token_s = now
         if facts.first_token_s is None:
@@ -305,7 +305,7 @@ class RequestFlow:
         return [] if self.is_ended else self._end(RequestState.CANCELLED)
 
     def end_child(self, child: int) -> list[Action]:
-        """The router saw a stop string: what the worker still sends of this child is ignored."""
+        """The router saw a stop string in delivered tokens: what the worker still sends of this child is ignored."""
         if self.is_ended:
             return []
         self._children[child].is_open = False

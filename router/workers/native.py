@@ -183,7 +183,8 @@ class NativeClient:
         self._link, self._outbox = None, []
         self.welcome = self.status = None
         if was_up:
-            log.warning("worker %s (epoch %d): lost: %s", self.worker, self.life.epoch, reason)
+            level = logging.INFO if self._is_closed else logging.WARNING
+            log.log(level, "worker %s (epoch %d): lost: %s", self.worker, self.life.epoch, reason)
             self._listener.worker_down(self, reason)
 
     async def _watch(self, link: Link) -> None:

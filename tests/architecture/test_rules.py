@@ -39,7 +39,8 @@ layers = ["router", "core"]
     "router/__init__.py": "",
     "router/app.py": '"""An app."""\nfrom core.errors import CoreError\n',
     "scripts/test": "#!/usr/bin/env bash\npytest tests/core\n",
-    ".ci/run": "scripts/test\n",
+    "scripts/check": "#!/usr/bin/env bash\nruff check .\n",
+    ".ci/run": "scripts/check\nscripts/test\n",
     "tests/core/test_pool.py": "def test_pool_is_whole_when_new():\n    'KV-1'\n",
     "docs/invariants.md": "| KV-1 | whole | `core/pool.py`, `tests/core/test_pool.py` |\n| EV-1 | dense | later |\n",
     "docs/metrics.md": "| `pdcluster_pulls_total` | pulls |\n",
@@ -103,6 +104,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("pyproject.toml", '[tool.pytest.ini_options]\naddopts = ["--deselect=tests/core/test_pool.py"]\n'),
         ("pyproject.toml", '[tool.pytest.ini_options]\naddopts = ["-k", "not pool"]\n'),
     ],
+    "ci_runs_what_people_run": [(".ci/run", "scripts/test --tier=slow\n"), (".ci/run", "pip install torch\n")],
     "tests_are_never_skipped": [
         ("tests/core/test_pool.py", "import pytest\n@pytest.mark.skip\ndef test_x(): ...\n"),
         ("tests/core/test_pool.py", "import pytest\npytest.importorskip('ray')\n"),

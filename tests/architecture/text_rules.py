@@ -27,6 +27,14 @@ def script_hides_no_test(source: Source) -> Iterator[str]:
                 yield f"{path}:{number}: hides tests: {line.strip()}"
 
 
+def ci_runs_what_people_run(source: Source) -> Iterator[str]:
+    """.ci/run is scripts/check and then scripts/test: nothing passes there that a laptop cannot repeat."""
+    lines = [line.strip() for line in source.read(".ci/run").splitlines()]
+    commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
+    if commands != ["scripts/check", "scripts/test"]:
+        yield f".ci/run: runs {commands}"
+
+
 def tests_are_never_skipped(source: Source) -> Iterator[str]:
     for module in source.tests:
         if str(module.path).startswith(PLUGIN_FOLDER):

@@ -38,9 +38,13 @@ def source_peer(epoch: int) -> Peer:
 class Bench(Protocol):
     """A reader's transport and the sources that it may read."""
 
-    transport: Transport
     memory: bytearray
     """The reader's region, NUM_TARGET_BLOCKS blocks."""
+
+    @property
+    def transport(self) -> Transport:
+        """The reader's."""
+        ...
 
     def start_source(self, epoch: int) -> tuple[Peer, bytes]:
         """A new life of the source: its name and metadata."""

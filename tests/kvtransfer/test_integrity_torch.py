@@ -19,13 +19,13 @@ IDS = [BlockId(i) for i in (4, 0, 2, 2, 5)]
 def test_digests_are_equal_when_computed_by_torch_and_numpy(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(7)
     pool = torch.randn(6 * BLOCK_BYTES // dtype.itemsize, generator=generator).to(dtype)
-    view = memoryview(pool.view(torch.uint8).numpy())
+    view = pool.view(torch.uint8).numpy().data
     assert TorchBlockDigester(pool, BLOCK_BYTES).digest(IDS) == BlockDigester(view, BLOCK_BYTES).digest(IDS)
 
 
 def test_digests_are_equal_when_every_word_has_its_high_bit_set() -> None:
     pool = torch.full((6, BLOCK_BYTES), 0xFF, dtype=torch.uint8)
-    view = memoryview(np.full(6 * BLOCK_BYTES, 0xFF, dtype=np.uint8))
+    view = np.full(6 * BLOCK_BYTES, 0xFF, dtype=np.uint8).data
     assert TorchBlockDigester(pool, BLOCK_BYTES).digest(IDS) == BlockDigester(view, BLOCK_BYTES).digest(IDS)
 
 

@@ -78,7 +78,7 @@ def test_nothing_changes_when_an_offer_is_of_an_older_attempt_or_epoch(changes: 
     assert session.deadline_s == CREDIT_S
 
 
-BAD_OFFERS = {
+BAD_OFFERS: dict[str, dict[str, Any]] = {
     "newer epoch": {"epoch": Epoch(4)},
     "another worker": {"worker": WorkerId("prefill-1")},
     "another start": {"first_block_index": 3},
@@ -89,7 +89,7 @@ BAD_OFFERS = {
     "endless time to live": {"lease_ttl_s": math.inf},
     "undefined time to live": {"lease_ttl_s": math.nan},
 }
-CHANGED_OFFERS = {
+CHANGED_OFFERS: dict[str, dict[str, Any]] = {
     "another lease": {"lease_id": LeaseId(8)},
     "changed block": {"block_ids": (BlockId(100), BlockId(55), BlockId(102))},
     "changed digest": {"digests": (BlockDigest(1000), BlockDigest(1001), BlockDigest(5))},
@@ -213,7 +213,7 @@ def test_complete_means_verified_when_anything_interleaves(seed: int, total: int
             take(session.on_offer(make_offer(rng.randint(0, offered), total, is_final=False), now))
         elif action == "older_attempt":
             take(session.on_offer(make_offer(total, total, attempt=Attempt(0)), now))
-        elif action == "garbage" and rng.random() < 0.2:
+        elif action == "garbage" and offered > 0 and rng.random() < 0.2:
             take(session.on_offer(make_offer(total, total, digests=(BlockDigest(1),) * total), now))
         elif action in ("verified", "bad") and flying:
             indexes = rng.sample(sorted(flying), rng.randint(1, len(flying)))

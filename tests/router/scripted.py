@@ -175,18 +175,21 @@ class ScriptedWorker:
 
     def ordinary(self, message: RequestMessage) -> list[FromWorker]:
         """The answer of a worker to which nothing happens."""
-        key = {"request_id": message.request_id, "attempt": message.attempt}
+        request_id, attempt = message.request_id, message.attempt
         if isinstance(message, Submit):
             demanded = (len(message.request.token_ids) - 1) // BLOCK_SIZE
             needs_prefill = message.prefill_worker is not None and demanded > 0
             held = 0 if needs_prefill else demanded
-            credit = Credit(**key, num_held_blocks=held, num_demanded_blocks=demanded, ttl_s=10.0)
+            credit = Credit(
+                request_id=request_id, attempt=attempt, num_held_blocks=held, num_demanded_blocks=demanded, ttl_s=10.0
+            )
             return [credit] if needs_prefill else [credit, *self.tokens(message)]
         if isinstance(message, Prefill):
             count = (len(message.request.token_ids) - 1) // BLOCK_SIZE
             return [
                 Offer(
-                    **key,
+                    request_id=request_id,
+                    attempt=attempt,
                     worker=self.worker,
                     epoch=self.epoch,
                     lease_id=LeaseId(9),
@@ -202,7 +205,8 @@ class ScriptedWorker:
             ]
         if isinstance(message, Offer):
             done = PullDone(
-                **key,
+                request_id=request_id,
+                attempt=attempt,
                 lease_id=message.lease_id,
                 num_blocks=len(message.block_ids),
                 num_bytes=1,
@@ -232,7 +236,7 @@ class ScriptedWorker:
 def _update(request: Request, child: int, position: int, ids: Sequence[int], reason: FinishReason) -> TokenUpdate:
     is_last = position == len(ids) - 1
     count = request.sampling.num_logprobs
-    logprobs = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     if count is not None:
         top_ids = tuple((ids[position] + i) % 256 for i in range(count))
         logprobs = (TokenLogprobs(logprob=-0.5, top_ids=top_ids, top_logprobs=tuple(-0.5 - i for i in range(count))),)
@@ -325,5 +329,5 @@ async def open_stage(
 
 async def settle() -> None:
     """Let every task run until nothing more happens at this instant."""
-    for _ in range(40):
+    for _ in range(25):
         await asyncio.sleep(0)

@@ -1,0 +1,65 @@
+"""The prefill workers that a decode worker may read from: handshakes, who asked, and restarts.
+
+Knows nothing about requests; reads are `decode.intake`'s.
+"""
+
+from typing import Protocol
+
+from core.errors import IncompatiblePeersError
+from core.ids import RouterId, WorkerId
+from core.layout import Handshake
+from core.messages import Connect, FromWorker, PeerReady, PeerRefused
+from kvtransfer.handshake import check_peers
+from kvtransfer.puller import PeerResult
+from kvtransfer.transport.base import Peer
+
+
+class PeerMaker(Protocol):
+    """What this needs of `kvtransfer.puller`."""
+
+    def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None: ...
+
+    def remove_peer(self, peer: Peer) -> None: ...
+
+
+class PeerTable:
+    """Peers by life, with the routers that wait for, or got, an answer about them."""
+
+    def __init__(self, worker_id: WorkerId, handshake: Handshake, maker: PeerMaker) -> None:
+        self._worker_id = worker_id
+        self._handshake = handshake
+        self._maker = maker
+        self._askers: dict[Peer, set[RouterId]] = {}
+
+    def connect(self, source: RouterId, message: Connect) -> tuple[list[Peer], list[tuple[RouterId, FromWorker]]]:
+        """Begin to make a peer readable. Returns older lives that are over by this, and answers that are known already."""
+        peer = Peer(worker=message.worker, epoch=message.epoch)
+        try:
+            check_peers(message.handshake, self._handshake, message.worker, self._worker_id)
+        except IncompatiblePeersError as error:
+            return [], [(source, _refused(peer, str(error)))]
+        older = [p for p in self._askers if p.worker == peer.worker and p.epoch < peer.epoch]
+        self._askers.setdefault(peer, set()).add(source)
+        layout = message.handshake.layout
+        self._maker.add_peer(
+            peer, message.handshake.transport_metadata, message.handshake.num_blocks, layout.block_bytes()
+        )
+        return older, []
+
+    def answer(self, result: PeerResult) -> list[tuple[RouterId, FromWorker]]:
+        """What to tell whoever asked about a peer."""
+        askers = self._askers.get(result.peer, set())
+        if result.is_ready:
+            ready = PeerReady(worker=result.peer.worker, epoch=result.peer.epoch)
+            return [(router, ready) for router in sorted(askers)]
+        self._askers.pop(result.peer, None)
+        return [(router, _refused(result.peer, result.reason)) for router in sorted(askers)]
+
+    def remove(self, peer: Peer) -> None:
+        """Forget one life of a peer."""
+        self._askers.pop(peer, None)
+        self._maker.remove_peer(peer)
+
+
+def _refused(peer: Peer, reason: str) -> PeerRefused:
+    return PeerRefused(worker=peer.worker, epoch=peer.epoch, reason=reason)

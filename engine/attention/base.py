@@ -1,0 +1,30 @@
+"""The attention interface: one call per layer stores the new keys and values and attends; what depends on the plan is prepared once.
+
+Knows nothing about weights, norms or rotary embedding: queries and keys arrive rotated.
+"""
+
+from typing import Protocol, TypeVar
+
+import torch
+
+from engine.step import StepPlan
+
+Metadata = TypeVar("Metadata")
+
+
+class Attention(Protocol[Metadata]):
+    """Causal attention over the KV cache. Row t of a plan attends to positions [0, positions[t]] of its sequence."""
+
+    def prepare(self, plan: StepPlan) -> Metadata:
+        """Everything of a plan that all layers share. Valid for this plan only."""
+        ...
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Metadata
+    ) -> torch.Tensor:
+        """Store the plan's keys and values of `layer`, then attend.
+
+        queries: [T, heads, head dim]; keys, values: [T, kv heads, head dim]; returns [T, heads * head dim] in the
+        queries' dtype.
+        """
+        ...

@@ -1,0 +1,75 @@
+"""The bytes of the KV blocks: one contiguous tensor, and the flat views through which layers write and gather it.
+
+    bytes of block b:   [layer 0: keys | values][layer 1: keys | values] ...       keys, values: [position, kv head, head dim]
+    part p of block b:  row b * parts_per_block + p of `parts`, p = 2 * layer for keys and 2 * layer + 1 for values
+    slot of position:   block * block_size + offset, a row of `slots` once mapped by `slot_rows`
+
+Every byte starts as zero and only finite numbers are ever stored, so a masked position may be read but counts for nothing.
+Knows nothing about who owns a block or what it holds.
+"""
+
+import ctypes
+
+import torch
+
+from core.layout import BlockLayout, KvDtype
+from engine.model.config import ModelConfig
+
+TORCH_DTYPES: dict[KvDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KvCache:
+    """Storage of `num_blocks` blocks of one full-attention group on one device."""
+
+    def __init__(
+        self, config: ModelConfig, *, block_size: int, num_blocks: int, dtype: KvDtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.parts_per_block = 2 * config.num_layers
+        self.layout: BlockLayout = config.block_layout(block_size, dtype)
+        self.block_bytes = self.layout.block_bytes()
+        self._heads = (config.num_kv_heads, config.head_dim)
+        shape = (num_blocks, config.num_layers, 2, block_size, *self._heads)
+        self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        """[num_blocks, layers, 2, block_size, kv heads, head dim]"""
+        self.parts = self.tensor.view(num_blocks * self.parts_per_block, -1)
+        """[num_blocks * parts_per_block, block_size * kv heads * head dim]"""
+        self._slots = self.tensor.view(num_blocks * self.parts_per_block * block_size, -1)
+        assert self.tensor.nbytes == self.block_bytes * num_blocks
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of block 0 on the device."""
+        return self.tensor.data_ptr()
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def byte_view(self) -> memoryview | None:
+        """The blocks' bytes, writable, valid as long as this object lives; None where they are not in host memory."""
+        if self.device.type != "cpu":
+            return None
+        return memoryview((ctypes.c_char * self.tensor.nbytes).from_address(self.address)).cast("B")
+
+    def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Where positions are written. slots: int64[T]; returns int64[layers, 2, T] for `write`."""
+        first = slots + (slots // self.block_size) * (self.block_size * (self.parts_per_block - 1))
+        part = torch.arange(self.parts_per_block, device=slots.device) * self.block_size
+        return (first + part[:, None]).view(-1, 2, len(slots))
+
+    def part_rows(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """Where blocks are gathered from. block_ids: int64[N]; returns int64[layers, 2 * N]: keys of all, then values."""
+        part = torch.arange(self.parts_per_block, device=block_ids.device)
+        return (block_ids * self.parts_per_block + part[:, None]).view(-1, 2 * len(block_ids))
+
+    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one layer's new positions. rows: int64[2, T] of `slot_rows`; keys, values: [T, kv heads, head dim]."""
+        width = self._slots.shape[1]
+        self._slots.index_copy_(0, rows[0], keys.to(self.dtype).reshape(-1, width))
+        self._slots.index_copy_(0, rows[1], values.to(self.dtype).reshape(-1, width))
