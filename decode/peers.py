@@ -32,7 +32,7 @@ class PeerTable:
         self._askers: dict[Peer, set[RouterId]] = {}
 
     def connect(self, source: RouterId, message: Connect) -> tuple[list[Peer], list[tuple[RouterId, FromWorker]]]:
-        """Begin to make a peer readable. Returns older lives that are over by this, and answers that are known already."""
+        """Begin to make a peer readable. Returns older lives that end by this, and answers known already."""
         peer = Peer(worker=message.worker, epoch=message.epoch)
         try:
             check_peers(message.handshake, self._handshake, message.worker, self._worker_id)

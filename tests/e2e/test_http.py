@@ -1,4 +1,4 @@
-"""Whole clusters on Ray, over HTTP: `pdcluster up`, the official openai client, transformers' tokens, bytes over NIXL."""
+"""Whole clusters on Ray over HTTP: `pdcluster up`, the official client, transformers' tokens, bytes over NIXL."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Router, links and workers together in one process on the manual clock: what a client would see, topology by topology."""
+"""Router, links and workers together in one process on the manual clock, topology by topology."""
 
 import asyncio
 import random

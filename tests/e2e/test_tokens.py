@@ -1,8 +1,8 @@
 """SmolLM2's tokens against Hugging Face transformers', topology by topology, in one process with real arithmetic.
 
-Goal: greedy fp32 tokens do not depend on topology, batch, chunk, block size, warmth or numerics. Method: each row of the
-matrix serves every golden prompt through router, links, workers and hand-off; a differing token is accepted only where
-transformers' own two best candidates lie within NEAR_TIE of each other, and such cases are counted.
+Goal: greedy fp32 tokens do not depend on topology, batch, chunk, block size, warmth or numerics. Method: each row of
+the matrix serves every golden prompt through router, links, workers and hand-off; a differing token is accepted only
+where transformers' own two best candidates lie within NEAR_TIE of each other, and such cases are counted.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.runner import TorchRunner
 
 from cluster.assembly import WorkerIdentity, served_model
 from cluster.local import LocalCluster
@@ -24,7 +25,6 @@ from core.request import SamplingParams
 from engine.model.catalog import import_model
 from engine.model.directory import read_config
 from engine.model.loader import load_weights
-from engine.runner import TorchRunner
 from kvtransfer.transport.memory import MemoryFabric
 from router.generation import ChildDelta, PreparedRequest
 from router.service import RouterService
