@@ -13,6 +13,7 @@ import asyncio
 import logging
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from cluster.controller import Controller, RecordFile
 from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, Report, end_head, start_head
 from cluster.reconcile import MemberId, Target
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
-from cluster.state import ProcessRef
+from cluster.state import ProcessRef, is_alive
 from core.clock import SystemClock
 from core.config import ClusterConfig
 from core.errors import ClusterError
@@ -41,6 +42,7 @@ from core.link_grpc import GrpcDialer
 CONTROLLER_NAME = "controller"
 RECORD_FILE = "controller.json"
 PLACEMENT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 10.0
 CONTROLLER_START_TIMEOUT_S = 60.0
 DESCRIBE_TIMEOUT_S = 1.0
@@ -304,6 +306,8 @@ def wait_ready(handle: ClusterHandle, timeout_s: float, report: Report) -> dict[
 
 def stop_cluster(handle: ClusterHandle, report: Report) -> None:
     """End every process of the cluster, and the Ray head if we started it. Idempotent."""
+    if handle.started and not any(is_alive(process) for process in handle.started):
+        return
     try:
         _connect(handle)
         _end_actors(handle, report)
@@ -349,6 +353,7 @@ def _connect(handle: ClusterHandle) -> None:
     if handle.started:
         options["_node_ip_address"] = handle.ray_address.rpartition(":")[0]
     try:
+        _probe(handle.ray_address)
         ray.init(address=handle.ray_address, namespace=handle.namespace, **options)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         problem = f"the Ray cluster at {handle.ray_address} cannot be reached: {error}"
@@ -356,6 +361,12 @@ def _connect(handle: ClusterHandle) -> None:
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler of whoever connects
+
+
+def _probe(address: str) -> None:
+    """Raise OSError when nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _place(config: ClusterConfig, namespace: str) -> None:

@@ -120,6 +120,10 @@ class ModelLoadError(PdclusterError):
     """Model at {path}: {file}: {field}: {problem}"""
 
 
+class NumericsError(PdclusterError):
+    """`numerics: exact` cannot be kept on this machine: {problem}. Set `numerics: fast`."""
+
+
 class IncompatiblePeersError(PdclusterError):
     """{source} and {target} cannot exchange KV blocks: {field} is {source_value} on {source} and {target_value} on
     {target}.

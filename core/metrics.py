@@ -73,9 +73,6 @@ ROUTER_METRICS = (
     _router("pdcluster_prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that got a first token"),
     _router("pdcluster_cached_prompt_tokens_total", "counter", "tokens", "Prompt tokens that no worker had to compute"),
     _router("pdcluster_output_tokens_total", "counter", "tokens", "Tokens delivered"),
-    _router(
-        "pdcluster_pulled_bytes_total", "counter", "bytes", "KV bytes that decode workers read from prefill workers"
-    ),
     _router("pdcluster_ttft_seconds", "histogram", "seconds", "Arrival to first token", (), _LONG_SECONDS),
     _router("pdcluster_tpot_seconds", "histogram", "seconds", "(E2E - TTFT) / (output tokens - 1)", (), _SECONDS),
     _router("pdcluster_e2e_seconds", "histogram", "seconds", "Arrival to last token", (), _LONG_SECONDS),
@@ -126,7 +123,7 @@ WORKER_METRICS = (
     _worker("pdcluster_requests_waiting", "gauge", "requests", "Waiting at the worker"),
     _worker("pdcluster_requests_running", "gauge", "requests", "In the worker's batch"),
     _worker("pdcluster_leases", "gauge", "leases", "Leases granted and not yet released"),
-    _worker("pdcluster_pins", "gauge", "blocks", "Blocks held by leases or intake"),
+    _worker("pdcluster_pins", "gauge", "pins", "Blocks held by leases or intake"),
     _worker("pdcluster_kv_total_blocks", "gauge", "blocks", "Blocks of the pool"),
     _worker("pdcluster_kv_free_blocks", "gauge", "blocks", "Blocks without content"),
     _worker("pdcluster_kv_cached_blocks", "gauge", "blocks", "Blocks kept for reuse"),
@@ -146,7 +143,9 @@ WORKER_METRICS = (
     _worker("pdcluster_pulled_blocks_total", "counter", "blocks", "Blocks read, verified and committed"),
     _worker("pdcluster_pulled_bytes_total", "counter", "bytes", "Bytes of those blocks"),
     _worker("pdcluster_pull_read_seconds_total", "counter", "seconds", "Time spent in reads"),
-    _worker("pdcluster_digest_mismatches_total", "counter", "blocks", "Blocks whose bytes did not match their digest"),
+    _worker(
+        "pdcluster_digest_mismatches_total", "counter", "mismatches", "Blocks whose bytes did not match their digest"
+    ),
     _worker("pdcluster_credits_lapsed_total", "counter", "requests", "Credits that ended without an offer"),
     _worker("pdcluster_decode_prompt_tokens_computed_total", "counter", "tokens", "Prompt tokens decode computed"),
     _worker("pdcluster_decode_prompt_tokens_cached_total", "counter", "tokens", "Prompt tokens decode had or pulled"),

@@ -3,11 +3,9 @@
 A result comes only when the job's targets can no longer be written, whatever became of it: a read that failed, ran out
 of time or was abandoned stays silent until the transport reports its end. Verification reads the targets after that end
 and before the report, so that nobody sees bytes that were not compared with the offer's digests (TX-1). `Puller` is
-synchronous; `ThreadedPuller` runs one on a thread of its own. Knows nothing about sessions, leases or pools.
+synchronous; `kvtransfer.puller_thread` runs one on a thread of its own. Knows nothing about sessions, leases or pools.
 """
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,13 +19,6 @@ from kvtransfer.transport.base import Peer, ReadId, ReadResult, ReadState, Trans
 
 READ_TIMEOUT_S = 10.0
 """A read that takes longer is abandoned; its targets stay with it until the transport reports the end."""
-JOBS_MAX = 4096
-"""Jobs under way in one `ThreadedPuller`; more are reported as bad at once."""
-BUSY_POLL_S = 0.0005
-"""Pause of the transfer thread while reads are under way or peers read from here."""
-IDLE_POLL_S = 0.005
-"""Pause otherwise: a command ends it early, only a peer's first connection waits for it."""
-CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,100 +192,3 @@ class Puller:
 def unstarted(job: PullJob, reason: str) -> PullResult:
     """The result of a job that never reached the transport."""
     return PullResult(key=job.key, verified=[], bad=list(job.indexes), reason=reason, num_bytes=0, seconds=0.0)
-
-
-class ThreadedPuller:
-    """Owns the one transfer thread of a process, which makes every call of the transport after construction."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        digester: Digester,
-        *,
-        clock: Clock,
-        read_timeout_s: float = READ_TIMEOUT_S,
-        on_result: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_result` is called on the transfer thread whenever `poll` has something to return."""
-        self.on_result = on_result
-        self._puller = Puller(transport, digester, clock=clock, read_timeout_s=read_timeout_s)
-        self._lock = threading.Lock()
-        self._bell = threading.Event()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._results: list[PullResult | PeerResult] = []
-        self._num_jobs = 0
-        self._is_serving = False
-        self._is_closing = False
-        self._crash: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: PullJob) -> None:
-        self._num_jobs += 1
-        if self._num_jobs > JOBS_MAX:
-            self._report([unstarted(job, f"{JOBS_MAX} reads are under way already")])
-        else:
-            self._command(lambda: self._puller.submit(job))
-
-    def abandon(self, key: AttemptKey) -> None:
-        self._command(lambda: self._puller.abandon(key))
-
-    def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None:
-        self._command(lambda: self._puller.add_peer(peer, metadata, num_blocks, block_bytes))
-
-    def remove_peer(self, peer: Peer) -> None:
-        self._command(lambda: self._puller.remove_peer(peer))
-
-    def serve_hint(self, is_serving: bool) -> None:
-        if is_serving and not self._is_serving:
-            self._bell.set()
-        self._is_serving = is_serving
-
-    def poll(self) -> list[PullResult | PeerResult]:
-        """What ended since the last call. Raises what the transfer thread died of."""
-        if self._crash is not None:
-            raise self._crash
-        with self._lock:
-            results, self._results = self._results, []
-        self._num_jobs -= sum(isinstance(result, PullResult) for result in results)
-        return results
-
-    def close(self) -> None:
-        """Stop the thread, which closes the transport. Raises TransferFailedError after CLOSE_TIMEOUT_S."""
-        self._is_closing = True
-        self._bell.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TransferFailedError(
-                source="peers",
-                target="this worker",
-                reason=f"the transfer thread did not stop within {CLOSE_TIMEOUT_S} s",
-            )
-
-    def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._bell.set()
-
-    def _report(self, results: list[PullResult | PeerResult]) -> None:
-        with self._lock:
-            self._results += results
-        self.on_result()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                self._bell.wait(BUSY_POLL_S if self._is_serving or self._puller.num_reads else IDLE_POLL_S)
-                self._bell.clear()
-                self._turn()
-        except Exception as error:
-            self._crash = error
-            self.on_result()
-        finally:
-            self._puller.close()
-
-    def _turn(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
-        results = self._puller.poll()
-        if results:
-            self._report(results)

@@ -55,7 +55,7 @@ class TextProcessor:
         document = _read_json(model_directory, "tokenizer.json", required=True)
         config = _read_json(model_directory, "tokenizer_config.json", required=False)
         try:
-            self._tokenizer = Tokenizer.from_str(json.dumps(document))
+            self._tokenizer = Tokenizer.from_buffer(json.dumps(document).encode())
         except ValueError as error:
             raise _load_error(model_directory, "tokenizer.json", "-", str(error)) from error
         self._tokenizer.no_truncation()

@@ -1,4 +1,4 @@
-"""The attention interface: one call per layer stores the new keys and values and attends; what depends on the plan is prepared once.
+"""The attention interface: one call per layer stores new keys and values and attends; a plan's share is prepared once.
 
 Knows nothing about weights, norms or rotary embedding: queries and keys arrive rotated.
 """
@@ -13,10 +13,10 @@ Metadata = TypeVar("Metadata")
 
 
 class Attention(Protocol[Metadata]):
-    """Causal attention over the KV cache. Row t of a plan attends to positions [0, positions[t]] of its sequence."""
+    """Causal attention over the KV cache. Token t of a plan attends to positions [0, positions[t]] of its sequence."""
 
-    def prepare(self, plan: StepPlan) -> Metadata:
-        """Everything of a plan that all layers share. Valid for this plan only."""
+    def prepare(self, plan: StepPlan, dtype: torch.dtype) -> Metadata:
+        """Everything of a plan that all layers share, for queries in `dtype`. Valid for this plan only."""
         ...
 
     def attend(
@@ -24,7 +24,7 @@ class Attention(Protocol[Metadata]):
     ) -> torch.Tensor:
         """Store the plan's keys and values of `layer`, then attend.
 
-        queries: [T, heads, head dim]; keys, values: [T, kv heads, head dim]; returns [T, heads * head dim] in the
-        queries' dtype.
+        queries: [T, heads, head dim]; keys, values: [T, kv heads, head dim]; returns [T, heads * head dim], all in the
+        dtype that `prepare` was given.
         """
         ...

@@ -27,7 +27,7 @@ class ReferenceAttention:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
 
-    def prepare(self, plan: StepPlan) -> ReferenceMetadata:
+    def prepare(self, plan: StepPlan, dtype: torch.dtype) -> ReferenceMetadata:
         device, size = self._cache.device, self._cache.block_size
         sequences = []
         for index in range(plan.num_sequences):
@@ -53,11 +53,11 @@ class ReferenceAttention:
 
 
 def attend_one(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One sequence. queries: [n, heads, d], the last n of the S positions; keys, values: [S, kv heads, d]; all float32."""
+    """One sequence. queries: [n, heads, d], the last n of S positions; keys, values: [S, kv heads, d]; float32."""
     num_queries, num_heads, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (keys, values))
     scores = queries.transpose(0, 1) @ keys.transpose(1, 2) / head_dim**0.5
     visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(scores.shape[2] - num_queries)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    weights: torch.Tensor = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return (weights @ values).transpose(0, 1).reshape(num_queries, num_heads * head_dim)

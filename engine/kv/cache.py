@@ -1,11 +1,11 @@
 """The bytes of the KV blocks: one contiguous tensor, and the flat views through which layers write and gather it.
 
-    bytes of block b:   [layer 0: keys | values][layer 1: keys | values] ...       keys, values: [position, kv head, head dim]
+    bytes of block b:   [layer 0: keys | values][layer 1: keys | values] ...   each [position, kv head, head dim]
     part p of block b:  row b * parts_per_block + p of `parts`, p = 2 * layer for keys and 2 * layer + 1 for values
     slot of position:   block * block_size + offset, a row of `slots` once mapped by `slot_rows`
 
-Every byte starts as zero and only finite numbers are ever stored, so a masked position may be read but counts for nothing.
-Knows nothing about who owns a block or what it holds.
+Every byte starts as zero and only finite numbers are ever stored, so a masked position may be read but counts for
+nothing. Knows nothing about who owns a block or what it holds.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ class KvCache:
         return (first + part[:, None]).view(-1, 2, len(slots))
 
     def part_rows(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Where blocks are gathered from. block_ids: int64[N]; returns int64[layers, 2 * N]: keys of all, then values."""
+        """Where N blocks are gathered from: int64[layers, 2 * N], the keys of all, then the values."""
         part = torch.arange(self.parts_per_block, device=block_ids.device)
         return (block_ids * self.parts_per_block + part[:, None]).view(-1, 2 * len(block_ids))
 

@@ -1,6 +1,6 @@
 """Rules about the shape of the code: each takes a `Source` and returns what breaks it, one line per violation.
 
-Rules about who imports whom are import-linter's (pyproject.toml). Knows nothing about what the code does.
+Rules about which package may import which are import-linter's (pyproject.toml). Knows nothing about what the code does.
 """
 
 import ast
@@ -27,7 +27,7 @@ IMPORT_NAMES = {
 COMPANIONS = frozenset({"nixl", "nixl_cu13", "pydantic_core", "starlette"})
 """Imported beside a declared distribution: parts of it that have a name of their own, and NIXL's other builds."""
 
-OUTERMOST_LOOPS: frozenset[str] = frozenset({"cluster.actors._run", "kvtransfer.puller._run"})
+OUTERMOST_LOOPS: frozenset[str] = frozenset({"cluster.actors._run", "kvtransfer.puller_thread._run"})
 """Functions that run a thread or task to its end, as `module.function`: they may keep any exception for its owner."""
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
@@ -122,6 +122,23 @@ def errors_stand_alone(source: Source) -> Iterator[str]:
             for item in module.imports:
                 if item.module.partition(".")[0] not in STDLIB:
                     yield f"{module.path}:{item.line}: imports {item.module}, only the standard library may be"
+
+
+def modules_form_no_cycle(source: Source) -> Iterator[str]:
+    """No module imports itself through others, imports in functions and under TYPE_CHECKING included."""
+    names = {module.name for module in source.modules}
+    graph = {
+        module.name: names & {name for item in module.imports for name in (item.module, f"{item.module}.{item.name}")}
+        for module in source.modules
+    }
+    while ends := [name for name, targets in graph.items() if not targets & set(graph) or not _importers(graph, name)]:
+        for name in ends:
+            del graph[name]
+    yield from (f"{name} is in a cycle with {', '.join(sorted(graph[name] & set(graph)))}" for name in sorted(graph))
+
+
+def _importers(graph: dict[str, set[str]], name: str) -> bool:
+    return any(name in targets for targets in graph.values())
 
 
 def public_name_has_one_home(source: Source) -> Iterator[str]:

@@ -126,8 +126,9 @@ def test_module_is_left_to_marked_tests_when_it_loads_torch(tmp_path: Path) -> N
 def loaded(*packages: str) -> set[str]:
     """Top-level modules in a fresh interpreter that imported everything of these packages."""
     wanted = [m.name for m in repository().modules if any(m.name == p or m.name.startswith(f"{p}.") for p in packages)]
-    found: list[str] = json.loads(child(LOADED, wanted))
-    return set(found)
+    output = child(LOADED, wanted)
+    assert output.startswith("["), output
+    return set(json.loads(output))
 
 
 def test_router_loads_no_torch_when_all_of_it_is_imported() -> None:

@@ -43,6 +43,8 @@ layers = ["router", "core"]
     ".ci/run": "scripts/check\nscripts/test\n",
     "tests/core/test_pool.py": "def test_pool_is_whole_when_new():\n    'KV-1'\n",
     "docs/invariants.md": "| KV-1 | whole | `core/pool.py`, `tests/core/test_pool.py` |\n| EV-1 | dense | later |\n",
+    "core/config.py": '"""Keys."""\nclass Pool:\n    size: int\nclass ClusterConfig:\n    name: str\n    pool: Pool\n',
+    "docs/configuration.md": "| `name` | text |\n| `pool.size` | number |\n",
     "docs/metrics.md": "| `pdcluster_pulls_total` | pulls |\n",
     "docs/runbook.md": "See docs/invariants.md.\n",
 }
@@ -66,6 +68,11 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("core/pool.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
     ],
     "errors_stand_alone": [("core/errors.py", "import pydantic\n"), ("core/errors.py", "import core.pool\n")],
+    "modules_form_no_cycle": [
+        ("core/errors.py", "import core.pool\n"),
+        ("core/errors.py", "def late():\n    from core import pool\n"),
+        ("core/errors.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from core.pool import np\n"),
+    ],
     "public_name_has_one_home": [
         ("router/app.py", "class CoreError(Exception): ...\n"),
         ("router/app.py", "PULLS = 1\n"),
@@ -128,8 +135,13 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("docs/invariants.md", "| RQ-1 | one end | `core/gone.py` |\n"),
     ],
     "metric_is_documented": [
+        ("core/metrics.py", 'AGAIN = "pdcluster_pulls_total"\n'),
         ("core/metrics.py", 'READS = "pdcluster_reads_total"\n'),
         ("docs/metrics.md", "| `pdcluster_gone_total` | pulls |\n"),
+    ],
+    "config_key_is_documented": [
+        ("core/config.py", "    port: int\n"),
+        ("docs/configuration.md", "| `pool.gone` | number |\n"),
     ],
     "text_names_no_machine": [
         ("docs/runbook.md", "cd /" + "root/pdcluster\n"),

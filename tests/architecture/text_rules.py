@@ -16,6 +16,8 @@ HIDING_NAMES = re.compile(
     r"(?:^|\.)(?:importorskip|collect_ignore(?:_glob)?|SkipTest|skipTest|skipif|skipIf|skipUnless)$"
     r"|^(?:pytest|pytest\.mark|mark|unittest)\.(?:skip|xfail)$"
 )
+
+
 PLUGIN_FOLDER = "tests/plugins/"
 """The only place that may name what hides a test: it polices it, and its tests plant it."""
 
@@ -87,11 +89,44 @@ def invariant_places(source: Source) -> dict[str, tuple[str, ...]]:
 
 
 def metric_is_documented(source: Source) -> Iterator[str]:
-    """docs/metrics.md has a row for every metric of core/metrics.py and for nothing else."""
-    catalogue = set(re.findall(r"\"((?:pdcluster_|vllm:)\w+)\"", source.read("core/metrics.py")))
-    rows = set(re.findall(r"^\| `([\w:]+)`", source.read("docs/metrics.md"), re.MULTILINE))
-    yield from (f"docs/metrics.md: {name} is missing" for name in sorted(catalogue - rows))
-    yield from (f"docs/metrics.md: {name} is in no catalogue" for name in sorted(rows - catalogue))
+    """docs/metrics.md has a row for every metric of core/metrics.py, which has it once, and for nothing else."""
+    catalogue = re.findall(r"\"((?:pdcluster_|vllm:)\w+)\"", source.read("core/metrics.py"))
+    rows = _rows(source, "docs/metrics.md")
+    yield from (
+        f"core/metrics.py: {name} is there twice" for name in sorted(set(catalogue)) if catalogue.count(name) > 1
+    )
+    yield from (f"docs/metrics.md: {name} is missing" for name in sorted(set(catalogue) - rows))
+    yield from (f"docs/metrics.md: {name} is in no catalogue" for name in sorted(rows - set(catalogue)))
+
+
+def config_key_is_documented(source: Source) -> Iterator[str]:
+    """docs/configuration.md has a row for every key of core/config.py and for nothing else."""
+    fields = {
+        node.name: _annotations(node)
+        for module in source.modules
+        if module.name == "core.config"
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    keys = {
+        f"{name}.{inner}" if kind in fields else name
+        for name, kind in fields.get("ClusterConfig", {}).items()
+        for inner in fields.get(kind, {name: ""})
+    }
+    rows = _rows(source, "docs/configuration.md")
+    yield from (f"docs/configuration.md: {key} is missing" for key in sorted(keys - rows))
+    yield from (f"docs/configuration.md: {key} is no key" for key in sorted(rows - keys))
+
+
+def _annotations(node: ast.ClassDef) -> dict[str, str]:
+    """Text of the annotation by name of each annotated name in a class."""
+    found = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {item.target.id: ast.unparse(item.annotation) for item in found if isinstance(item.target, ast.Name)}
+
+
+def _rows(source: Source, path: str) -> set[str]:
+    """What stands in code type in the first column of a document's tables."""
+    return set(re.findall(r"^\| `([\w:.]+)`", source.read(path), re.MULTILINE))
 
 
 def text_names_no_machine(source: Source) -> Iterator[str]:

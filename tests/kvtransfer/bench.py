@@ -7,13 +7,18 @@ source's block `b` in life `epoch` follows from (epoch, b), so that a test knows
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from core.clock import ManualClock
-from core.ids import BlockId, Epoch, WorkerId
+from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, WorkerId
+from core.request import AttemptKey
+from kvtransfer.integrity import BlockDigester
+from kvtransfer.puller import PeerResult, PullJob, PullResult
 from kvtransfer.transport.base import Peer, ReadId, ReadResult, Region, Transport
 from kvtransfer.transport.memory import MemoryFabric, MemoryTransport
 from kvtransfer.transport.nixl import NixlTransport
@@ -22,7 +27,8 @@ BLOCK_BYTES = 8192
 NUM_SOURCE_BLOCKS = 12
 NUM_TARGET_BLOCKS = 10
 SOURCE_START_S_MAX = 60
-POLLS_MAX = 20_000
+END_S_MAX = 30.0
+POLL_S = 0.0005
 READER = Peer(worker=WorkerId("decode-0"), epoch=Epoch(1))
 
 
@@ -82,11 +88,13 @@ class MemoryBench:
         self.memory = bytearray(NUM_TARGET_BLOCKS * BLOCK_BYTES)
         self.transport = MemoryTransport(self.fabric, READER, make_region(self.memory))
         self.sources: dict[Peer, bytearray] = {}
+        self.metadata: dict[Peer, bytes] = {}
 
     def start_source(self, epoch: int) -> tuple[Peer, bytes]:
         peer = source_peer(epoch)
         self.sources[peer] = bytearray(b"".join(content(epoch, block) for block in range(NUM_SOURCE_BLOCKS)))
-        return peer, MemoryTransport(self.fabric, peer, make_region(self.sources[peer])).metadata()
+        self.metadata[peer] = MemoryTransport(self.fabric, peer, make_region(self.sources[peer])).metadata()
+        return peer, self.metadata[peer]
 
     def kill_source(self, peer: Peer) -> None:
         self.fabric.kill(peer)
@@ -104,6 +112,7 @@ class NixlBench:
         address = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
         self.transport = NixlTransport(READER, make_region(self.memory, address))
         self._processes: dict[Peer, subprocess.Popen[str]] = {}
+        self._pause = threading.Event()
 
     def start_source(self, epoch: int) -> tuple[Peer, bytes]:
         root = Path(__file__).parents[2]
@@ -111,9 +120,12 @@ class NixlBench:
         process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         peer = source_peer(epoch)
         self._processes[peer] = process
+        watchdog = threading.Timer(SOURCE_START_S_MAX, process.kill)
+        watchdog.start()
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
+                watchdog.cancel()
                 return peer, bytes.fromhex(json.loads(line)["metadata"])
         raise AssertionError("the source process ended before it was ready")
 
@@ -132,11 +144,13 @@ class NixlBench:
             stream.close()
 
     def wait(self, read_id: ReadId) -> ReadResult:
-        for _ in range(POLLS_MAX):
+        deadline_s = time.monotonic() + END_S_MAX
+        while time.monotonic() < deadline_s:
             for result in self.transport.poll():
                 if result.read_id == read_id:
                     return result
-        raise AssertionError(f"read {read_id} has not ended after {POLLS_MAX} polls")
+            self._pause.wait(POLL_S)
+        raise AssertionError(f"read {read_id} has not ended within {END_S_MAX} s")
 
     def close(self) -> None:
         for peer in list(self._processes):
@@ -153,3 +167,27 @@ def add(bench: Bench, epoch: int = 1) -> Peer:
 
 def ids(*blocks: int) -> list[BlockId]:
     return [BlockId(block) for block in blocks]
+
+
+KEY = AttemptKey(request_id=RequestId("r"), attempt=Attempt(0))
+
+
+def digest_of(block: int, epoch: int = 1) -> BlockDigest:
+    return BlockDigester(memoryview(content(epoch, block)), BLOCK_BYTES).digest(ids(0))[0]
+
+
+def make_job(peer: Peer, sources: list[int], targets: list[int], key: AttemptKey = KEY) -> PullJob:
+    return PullJob(
+        key=key,
+        peer=peer,
+        indexes=[10 + i for i in range(len(sources))],
+        sources=ids(*sources),
+        targets=ids(*targets),
+        digests=[digest_of(block) for block in sources],
+    )
+
+
+def only(results: list[PullResult | PeerResult]) -> PullResult:
+    (result,) = results
+    assert isinstance(result, PullResult)
+    return result

@@ -1,48 +1,32 @@
 """The puller: nothing unverified is reported as good, and nothing is reported while it may still be written (TX-1)."""
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.clock import ManualClock
-from core.ids import Attempt, BlockDigest, RequestId
+from core.ids import Attempt
 from core.request import AttemptKey
-from kvtransfer import puller as puller_module
 from kvtransfer.integrity import BlockDigester
-from kvtransfer.puller import PeerResult, Puller, PullJob, PullResult, ThreadedPuller
-from kvtransfer.transport.base import Peer
+from kvtransfer.puller import PeerResult, Puller, PullJob, PullResult
+from kvtransfer.transport.base import ReadId
+from kvtransfer.transport.memory import MemoryTransport
 from tests.kvtransfer.bench import (
     BLOCK_BYTES,
+    KEY,
     NUM_SOURCE_BLOCKS,
     NUM_TARGET_BLOCKS,
+    READER,
     MemoryBench,
     add,
     block_of,
     content,
-    ids,
+    make_job,
+    make_region,
+    only,
     source_peer,
 )
 
 TIMEOUT_S = 5.0
-WAIT_S_MAX = 20.0
-KEY = AttemptKey(request_id=RequestId("r"), attempt=Attempt(0))
-
-
-def digest_of(block: int, epoch: int = 1) -> BlockDigest:
-    return BlockDigester(memoryview(content(epoch, block)), BLOCK_BYTES).digest(ids(0))[0]
-
-
-def make_job(peer: Peer, sources: list[int], targets: list[int], key: AttemptKey = KEY) -> PullJob:
-    return PullJob(
-        key=key,
-        peer=peer,
-        indexes=[10 + i for i in range(len(sources))],
-        sources=ids(*sources),
-        targets=ids(*targets),
-        digests=[digest_of(block) for block in sources],
-    )
 
 
 def replace_attempt(attempt: int) -> AttemptKey:
@@ -52,12 +36,6 @@ def replace_attempt(attempt: int) -> AttemptKey:
 def make_puller(bench: MemoryBench) -> Puller:
     digester = BlockDigester(memoryview(bench.memory), BLOCK_BYTES)
     return Puller(bench.transport, digester, clock=bench.clock, read_timeout_s=TIMEOUT_S)
-
-
-def only(results: list[PullResult | PeerResult]) -> PullResult:
-    (result,) = results
-    assert isinstance(result, PullResult)
-    return result
 
 
 def test_every_index_is_verified_when_all_bytes_arrive(memory_bench: MemoryBench) -> None:
@@ -126,6 +104,24 @@ def test_an_abandoned_job_is_reported_only_when_nothing_can_write_any_more(memor
     memory_bench.clock.advance(100.0)
     assert puller.poll() == []
     assert block_of(memory_bench.memory, 0) == bytes(BLOCK_BYTES)
+
+
+class DeafTransport(MemoryTransport):
+    """Finishes abandoned reads as if nothing had been said, as a transport may."""
+
+    def abandon(self, read_id: ReadId) -> None:
+        return
+
+
+def test_an_abandoned_job_is_bad_when_its_bytes_arrive_all_the_same(memory_bench: MemoryBench) -> None:
+    peer = add(memory_bench)
+    memory_bench.transport = DeafTransport(memory_bench.fabric, READER, make_region(memory_bench.memory))
+    memory_bench.transport.add_peer(peer, memory_bench.metadata[peer], NUM_SOURCE_BLOCKS, BLOCK_BYTES)
+    puller = make_puller(memory_bench)
+    puller.submit(make_job(peer, [3], [0]))
+    puller.abandon(KEY)
+    result = only(puller.poll())
+    assert (result.verified, result.bad, result.reason) == ([], [10], "abandoned")
 
 
 def test_a_slow_read_is_given_up_but_kept_in_quarantine_when_its_time_is_over(memory_bench: MemoryBench) -> None:
@@ -214,76 +210,3 @@ def test_verified_means_the_right_bytes_when_any_fault_strikes(seed: int, rate: 
     collect()
     assert not jobs
     assert puller.num_reads == 0
-
-
-class Threaded:
-    """A threaded puller and the bell it rings."""
-
-    def __init__(self, bench: MemoryBench) -> None:
-        self.bell = threading.Event()
-        self.puller = ThreadedPuller(
-            bench.transport,
-            BlockDigester(memoryview(bench.memory), BLOCK_BYTES),
-            clock=bench.clock,
-            read_timeout_s=TIMEOUT_S,
-            on_result=self.bell.set,
-        )
-
-    def wait(self) -> list[PullResult | PeerResult]:
-        assert self.bell.wait(WAIT_S_MAX)
-        self.bell.clear()
-        return self.puller.poll()
-
-
-def test_results_ring_and_come_once_when_a_thread_makes_the_calls(memory_bench: MemoryBench) -> None:
-    threaded = Threaded(memory_bench)
-    peer, metadata = memory_bench.start_source(1)
-    threaded.puller.add_peer(peer, metadata, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
-    assert threaded.wait() == [PeerResult(peer=peer, is_ready=True)]
-    threaded.puller.submit(make_job(peer, [3, 4], [0, 1]))
-    assert only(threaded.wait()).verified == [10, 11]
-    assert threaded.puller.poll() == []
-    threaded.puller.serve_hint(True)
-    threaded.puller.remove_peer(peer)
-    threaded.puller.submit(make_job(peer, [3], [0]))
-    assert only(threaded.wait()).bad == [10]
-    threaded.puller.close()
-    assert memory_bench.transport.next_due_s is None
-
-
-def test_jobs_are_refused_when_too_many_are_under_way(
-    memory_bench: MemoryBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(puller_module, "JOBS_MAX", 1)
-    memory_bench.fabric.faults.stall_rate = 1.0
-    peer = add(memory_bench)
-    threaded = Threaded(memory_bench)
-    threaded.puller.submit(make_job(peer, [3], [0]))
-    threaded.puller.submit(make_job(peer, [4], [1]))
-    refused = only(threaded.wait())
-    assert refused.bad == [10]
-    assert "1 reads are under way" in refused.reason
-    memory_bench.kill_source(peer)
-    assert only(threaded.wait()).reason == "the peer is gone"
-    threaded.puller.submit(make_job(peer, [3], [0]))
-    assert only(threaded.wait()).reason == "the peer is gone"
-    threaded.puller.close()
-
-
-class BrokenDigester:
-    """Fails as only a bug can."""
-
-    block_bytes = BLOCK_BYTES
-
-    def digest(self, block_ids: object) -> list[BlockDigest]:
-        raise RuntimeError("broken digester")
-
-
-def test_the_owner_learns_of_it_when_the_transfer_thread_dies(memory_bench: MemoryBench) -> None:
-    bell = threading.Event()
-    puller = ThreadedPuller(memory_bench.transport, BrokenDigester(), clock=ManualClock(), on_result=bell.set)
-    puller.submit(make_job(add(memory_bench), [3], [0]))
-    assert bell.wait(WAIT_S_MAX)
-    with pytest.raises(RuntimeError, match="broken digester"):
-        puller.poll()
-    puller.close()

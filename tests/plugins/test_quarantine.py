@@ -42,7 +42,7 @@ def entry(today: datetime.date, **changes: str | None) -> str:
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """An empty project that uses the plugins."""
-    pytester.makeini("[pytest]\nmarkers = slow: long\nxfail_strict = true\n")
+    pytester.makeini("[pytest]\nmarkers =\n    slow: long\n    process: sockets\nxfail_strict = true\n")
     pytester.makeconftest('pytest_plugins = ["tests.plugins.tiers", "tests.plugins.quarantine"]')
     (pytester.path / "tests").mkdir()
     return pytester
@@ -181,9 +181,10 @@ def test_session_fails_when_test_is_expected_to_fail_without_entry(project: pyte
     result.stdout.fnmatch_lines(["*test_it: expected to fail*"])
 
 
-def test_session_fails_when_test_is_deselected_by_option(project: pytest.Pytester) -> None:
+@pytest.mark.parametrize("mark", ["", "import pytest\npytestmark = pytest.mark.process\n"])
+def test_session_fails_when_test_is_deselected_by_option(project: pytest.Pytester, mark: str) -> None:
     option = "--" + "deselect"
-    result = run(project, FLAKY, "", f"{option}=tests/test_it.py::test_flaky")
+    result = run(project, mark + FLAKY, "", f"{option}=tests/test_it.py::test_flaky")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*test_flaky: deselected*"])
 

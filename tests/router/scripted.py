@@ -49,7 +49,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-IM_START, IM_END = 256, 257
+IM_START = 256
+IM_END = 257
 
 
 def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:

@@ -1,0 +1,49 @@
+"""Rotary position embedding: tables of cosines and sines, and their application to the two halves of a head.
+
+The convention is transformers': dimension i is rotated with dimension i + head_dim / 2. Knows nothing about attention.
+"""
+
+import math
+
+import torch
+
+from engine.model.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, scaled as the model was trained. float32[head_dim / 2]"""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    return _scale_llama3(frequencies, scaling)
+
+
+def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+class Rotary:
+    """Tables for positions [0, max_model_len)."""
+
+    def __init__(self, config: ModelConfig, *, max_model_len: int, device: torch.device) -> None:
+        angles = torch.arange(max_model_len).float()[:, None] * inverse_frequencies(config)
+        self._cosines = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1).to(device)
+        self._sines = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1).to(device)
+        self._half = config.head_dim // 2
+
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines for `rotate`, each [T, 1, head_dim]. positions: int64[T]"""
+        return self._cosines[positions].to(dtype), self._sines[positions].to(dtype)
+
+    def rotate(self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """heads: [T, n, head_dim]; returns a fresh tensor of that shape."""
+        cosines, sines = tables
+        return (heads * cosines).addcmul_(heads.roll(self._half, -1), sines)

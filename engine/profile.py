@@ -1,0 +1,175 @@
+"""Where a step's time goes, and what the machine could do: bare matrix products of the same shapes, read bandwidth.
+
+Measurements alternate between the things compared and report medians, because machines are shared. Knows nothing about
+servers or requests; the bench prints what this returns.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.kv.cache import TORCH_DTYPES
+from engine.model.config import ModelConfig
+from engine.probe import ProbeSequence, build_plan
+from engine.runner import TorchRunner
+from engine.step import StepPlan
+
+READ_BYTES = 1 << 30
+PRODUCT_KINDS = ("qkv", "output", "gate_up", "down")
+
+
+def read_bandwidth(size_bytes: int = READ_BYTES, repeats: int = 3) -> float:
+    """Best GB/s (10^9) of summing a float32 tensor of `size_bytes` in host memory."""
+    values = torch.ones(size_bytes // 4)
+    seconds = min(_seconds(values.sum) for _ in range(repeats))
+    return size_bytes / seconds / 1e9
+
+
+def unfused_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(N, K) of the seven products of a layer as the checkpoint has them."""
+    hidden, queries, keys = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    up = (config.intermediate_size, hidden)
+    return [
+        (queries, hidden),
+        (keys, hidden),
+        (keys, hidden),
+        (hidden, queries),
+        up,
+        up,
+        (hidden, config.intermediate_size),
+    ]
+
+
+class BareProducts:
+    """Every matrix product of one pass as plain `F.linear` calls on weights of their own, each touched once."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        shapes = unfused_shapes(config) * config.num_layers + [(config.vocab_size, config.hidden_size)]
+        self._weights = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
+
+    def run(self, num_rows: int) -> None:
+        """One pass over `num_rows` rows, the LM head included."""
+        widths = {weight.shape[1] for weight in self._weights}
+        inputs = {width: torch.ones(num_rows, width, dtype=self._weights[0].dtype) for width in widths}
+        with torch.inference_mode():
+            for weight in self._weights:
+                F.linear(inputs[weight.shape[1]], weight)
+
+
+def decode_plan(runner: TorchRunner, num_streams: int, context: int) -> StepPlan:
+    """One token for each of `num_streams` sequences that attend to `context` positions."""
+    blocks = -(-context // runner.block_size)
+    assert num_streams * blocks <= runner.num_blocks, "the runner has too few blocks for this measurement"
+    order = np.random.default_rng(0).permutation(num_streams * blocks).astype(np.int32)
+    token_ids = np.ones(context, dtype=np.int32)
+    return build_plan(
+        [
+            ProbeSequence(token_ids=token_ids, start=context - 1, end=context, block_ids=block_ids)
+            for block_ids in order.reshape(num_streams, blocks)
+        ],
+        runner.block_size,
+    )
+
+
+def prefill_plan(runner: TorchRunner, length: int) -> StepPlan:
+    """A prompt of `length` tokens in one chunk, its last position sampled."""
+    block_ids = np.arange(-(-length // runner.block_size), dtype=np.int32)
+    sequence = ProbeSequence(token_ids=np.ones(length, dtype=np.int32), start=0, end=length, block_ids=block_ids)
+    return build_plan([sequence], runner.block_size)
+
+
+def measure_alternating(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each case over `repeats` rounds, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for round_index in range(repeats + 1):
+        for name, case in cases.items():
+            elapsed = _seconds(case)
+            if round_index:
+                seconds[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measure_products(
+    runner: TorchRunner, config: ModelConfig, plan: StepPlan, *, products: BareProducts, repeats: int
+) -> dict[str, float]:
+    """Median seconds of `step` and `products` at the plan's number of tokens, alternating, and their `ratio`."""
+    seconds = measure_alternating(
+        {"products": lambda: products.run(plan.num_tokens), "step": lambda: runner.execute(plan)}, repeats
+    )
+    return {**seconds, "ratio": seconds["step"] / seconds["products"]}
+
+
+def time_by_kind(runner: TorchRunner, plan: StepPlan, repeats: int) -> dict[str, float]:
+    """Median seconds of one pass by layer kind; `other` is norms, rotary embedding, additions and calls."""
+    rounds = []
+    for _ in range(repeats):
+        spent: dict[str, float] = {}
+        with _timed_model(runner, spent):
+            total = _seconds(lambda: runner.logits(plan))
+        rounds.append({**spent, "other": total - sum(spent.values()), "total": total})
+    return {kind: statistics.median(values[kind] for values in rounds) for kind in rounds[0]}
+
+
+@contextmanager
+def _timed_model(runner: TorchRunner, spent: dict[str, float]) -> Iterator[None]:
+    model = runner.model
+    layers, head, attend = model.layers, model.head, model.attention.attend
+    model.layers = [
+        replace(layer, **{kind: _timed(getattr(layer, kind), kind, spent) for kind in PRODUCT_KINDS})
+        for layer in layers
+    ]
+    model.head = _timed(head, "head", spent)
+    model.attention.attend = _timed(attend, "attention", spent)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.layers, model.head = layers, head
+        del model.attention.attend
+
+
+def _timed(function: Callable[..., torch.Tensor], kind: str, spent: dict[str, float]) -> Callable[..., torch.Tensor]:
+    def run(*arguments: object) -> torch.Tensor:
+        started = time.perf_counter()
+        result = function(*arguments)
+        spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - started
+        return result
+
+    return run
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def report(runner: TorchRunner, config: ModelConfig, *, context: int, repeats: int) -> dict[str, dict[str, float]]:
+    """The three comparisons of the project's target: one stream, 16 streams, a prompt of `context` tokens.
+
+    Products are in the runner's weight dtype (what a plain port would do) and, where that is not float32, in float32 too.
+    """
+    dtypes: Sequence[torch.dtype] = tuple({runner.cache.dtype, torch.float32})
+    plans = {
+        "decode_1": decode_plan(runner, 1, context),
+        "decode_16": decode_plan(runner, 16, context),
+        "prefill": prefill_plan(runner, context),
+    }
+    result: dict[str, dict[str, float]] = {}
+    for dtype in dtypes:
+        products = BareProducts(config, dtype)
+        name = next(name for name, kind in TORCH_DTYPES.items() if kind == dtype)
+        for case, plan in plans.items():
+            result[f"{case}_{name}"] = measure_products(runner, config, plan, products=products, repeats=repeats)
+    for case, plan in plans.items():
+        result[f"{case}_by_kind"] = time_by_kind(runner, plan, repeats)
+    return result

@@ -1,0 +1,137 @@
+"""Runs plans with torch: plan to device, forward pass, sampling. The only place where planner's arrays become tensors.
+
+Owns the KV cache's bytes; called from the step thread only. Knows nothing about requests, scheduling or transfer.
+"""
+
+import time
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from core.errors import NumericsError
+from core.layout import KvDtype
+from engine.attention.base import Attention
+from engine.attention.cpu import CpuAttention
+from engine.attention.reference import ReferenceAttention
+from engine.kv.cache import TORCH_DTYPES, KvCache
+from engine.model.config import ModelConfig
+from engine.model.llama import Llama, product_shapes
+from engine.numerics import Numerics, NumericsMode, choose_exact, choose_fast
+from engine.probe import one_sequence_plan
+from engine.sampler import Sampler
+from engine.step import StepOutput, StepPlan
+
+PROBE_TOKENS = 21
+"""Length of the prompt that warms a runner up; its logits show whether `exact` holds for a whole pass."""
+PROBE_TAIL = 4
+
+
+class TorchRunner:
+    """A `Runner` for the Llama family."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, torch.Tensor],
+        *,
+        dtype: KvDtype,
+        device: torch.device,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        numerics: NumericsMode,
+        attention: Literal["reference", "fast"] = "fast",
+        threads: int | None = None,
+    ) -> None:
+        """weights: by Hugging Face names, in `dtype`, not modified. threads: of torch in this process; None: as it is.
+
+        Raises NumericsError when `exact` cannot be kept on this machine.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.numerics = _choose(numerics, TORCH_DTYPES[dtype], device, config)
+        self.cache = KvCache(config, block_size=block_size, num_blocks=num_blocks, dtype=dtype, device=device)
+        self._config = config
+        self._device = device
+        self._max_model_len = max_model_len
+        layer_attention: Attention[Any] = (
+            ReferenceAttention(self.cache)
+            if attention == "reference"
+            else CpuAttention(self.cache, num_heads=config.num_heads, exact=numerics == "exact")
+        )
+        with torch.inference_mode():
+            self.model: Llama[Any] = Llama(
+                config,
+                weights,
+                numerics=self.numerics,
+                attention=layer_attention,
+                max_model_len=max_model_len,
+                device=device,
+            )
+            self._sampler = Sampler(config.vocab_size, device)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One forward pass: writes KV of every planned position, samples the planned rows."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            logits = self.logits(plan)
+            self._wait()
+            computed = time.perf_counter()
+            output = self._sampler.sample(logits, plan.sampling, plan.history) if plan.sampling.size else _NOTHING
+        finished = time.perf_counter()
+        return StepOutput(
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            top_ids=output.top_ids,
+            top_logprobs=output.top_logprobs,
+            timings_s={"forward": computed - started, "sample": finished - computed},
+        )
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """The forward pass alone: float32[B, vocab size] of the rows that sample. Writes KV like `execute`."""
+        dtype = self.numerics.step_dtype(plan.num_tokens)
+        with torch.inference_mode():
+            sample_tokens = plan.query_start[plan.sample_rows + 1].astype(np.int64) - 1
+            return self.model.forward(
+                torch.from_numpy(plan.token_ids.astype(np.int64)).to(self._device),
+                torch.from_numpy(plan.positions.astype(np.int64)).to(self._device),
+                self.model.attention.prepare(plan, dtype),
+                torch.from_numpy(sample_tokens).to(self._device),
+                dtype,
+            )
+
+    def warm_up(self) -> None:
+        """Run the code paths once, before the first request and while no block is in use; clears the blocks it used.
+
+        For `exact`, raises NumericsError unless a prompt's logits are the same bits in one chunk and token by token.
+        """
+        length = min(PROBE_TOKENS, self._max_model_len, self.num_blocks * self.block_size)
+        token_ids = np.arange(length, dtype=np.int32) * 7 % self._config.vocab_size
+        split = max(length - PROBE_TAIL, 1)
+        whole = self.logits(one_sequence_plan(token_ids, 0, length, self.block_size))
+        pieces = whole
+        for start, end in [(0, split), *((at, at + 1) for at in range(split, length))]:
+            plan = one_sequence_plan(token_ids, start, end, self.block_size)
+            pieces = self.logits(plan)
+            self.execute(plan)
+        self.cache.tensor[: -(-length // self.block_size)] = 0
+        if self.numerics.mode == "exact" and not torch.equal(whole, pieces):
+            raise NumericsError(problem="logits of a prompt differ between one chunk and token by token")
+
+    def _wait(self) -> None:
+        """Until the device has finished, so that the timings are of work and not of its submission."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+_NOTHING = StepOutput(token_ids=np.zeros(0, dtype=np.int32))
+
+
+def _choose(mode: NumericsMode, dtype: torch.dtype, device: torch.device, config: ModelConfig) -> Numerics:
+    with torch.inference_mode():
+        if mode == "fast":
+            return choose_fast(dtype, device)
+        return choose_exact(dtype, device, product_shapes(config))
