@@ -21,7 +21,7 @@ from engine.model.config import ModelConfig
 from engine.model.directory import read_config, weight_identity
 from engine.scheduler import Scheduler
 from engine.step import Runner
-from kvtransfer.integrity import DIGEST_SCHEME, BlockDigester
+from kvtransfer.integrity import DIGEST_SCHEME, Digester
 from prefill.worker import PrefillSettings, PrefillWorker, Serving
 
 PREFILLS_RUNNING_MAX = 16
@@ -111,7 +111,7 @@ def build_worker(
     *,
     runner: Runner,
     handshake: Handshake,
-    digester: BlockDigester,
+    digester: Digester,
     transfer: TransferSide,
 ) -> Worker:
     """A worker of either role on this runner."""

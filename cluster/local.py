@@ -7,6 +7,7 @@ nothing about processes, Ray or HTTP; imports no torch.
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker
 from cluster.worker_host import AsyncHost, Doorway, Inbox, welcome_of
@@ -38,13 +39,16 @@ class LocalCluster:
         clock: Clock,
         network: MemoryNetwork,
         fabric: MemoryFabric,
+        executor: Executor | None = None,
     ) -> None:
+        """`executor` (of one thread): where steps run, for runners that take long; None: on the loop."""
         self._config = config
         self._model = model
         self._make_runner = make_runner
         self._clock = clock
         self._network = network
         self._fabric = fabric
+        self._executor = executor
         self.workers: dict[WorkerId, Worker] = {}
         self._tasks: dict[WorkerId, list[asyncio.Task[None]]] = {}
 
@@ -64,7 +68,7 @@ class LocalCluster:
         worker, inbox = self._build(identity)
         welcome = welcome_of(worker, pid=0, model_name=self._model.name, max_model_len=self._model.max_model_len)
         doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=self._clock)
-        host = AsyncHost(worker, doorway, inbox, self._clock)
+        host = AsyncHost(worker, doorway, inbox, self._clock, self._executor)
         loop = asyncio.get_running_loop()
         self.workers[identity.worker_id] = worker
         self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]

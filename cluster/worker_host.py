@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from core.clock import Clock
 from core.errors import LinkClosedError, LinkOverflowError
@@ -210,13 +211,19 @@ class ThreadedHost:
 
 
 class AsyncHost:
-    """Worker and doorway on one loop, for the in-process runtime and the simulator."""
+    """Worker and doorway on one loop, for the in-process runtime and the simulator.
 
-    def __init__(self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock) -> None:
+    With an executor the steps run there, so that links and heartbeats live on while a model computes.
+    """
+
+    def __init__(
+        self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock, executor: Executor | None = None
+    ) -> None:
         self.worker = worker
         self._doorway = doorway
         self._inbox = inbox
         self._clock = clock
+        self._executor = executor
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -224,13 +231,19 @@ class AsyncHost:
         """Step for ever; between steps the loop serves others."""
         while True:
             self._wake.clear()
-            did_work = step_once(self.worker, self._inbox, self._clock.now())
+            did_work = await self._step()
             self._doorway.deliver(self.worker.take_outbound(), self.worker.status())
             if did_work:
                 await asyncio.sleep(0)
                 continue
             self.worker.check()
             await self._pause()
+
+    async def _step(self) -> bool:
+        if self._executor is None:
+            return step_once(self.worker, self._inbox, self._clock.now())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, step_once, self.worker, self._inbox, self._clock.now())
 
     async def _pause(self) -> None:
         """Until a message arrives or IDLE_WAIT_S of the clock passed."""

@@ -5,11 +5,8 @@ The only place where torch, the transport and the link meet. Knows nothing about
 
 import asyncio
 import os
+import sys
 import threading
-
-import torch
-from engine.runner import TorchRunner
-from kvtransfer.puller_thread import ThreadedPuller
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker, run_dtype, served_model
 from cluster.runtime import WorkerSpec
@@ -18,14 +15,18 @@ from core.clock import SystemClock
 from core.errors import ClusterError
 from core.link_grpc import GrpcServer
 from core.worker import Worker
+from engine.factory import load_runner
 from engine.model.directory import read_config
-from engine.model.loader import load_weights
+from engine.runner import TorchRunner
 from kvtransfer.integrity import BlockDigester, Digester
 from kvtransfer.integrity_torch import TorchBlockDigester
+from kvtransfer.puller_thread import ThreadedPuller
 from kvtransfer.transport.base import Peer, Region
 from kvtransfer.transport.nixl import NixlTransport
 
 START_TIMEOUT_S = 30.0
+SWITCH_INTERVAL_S = 0.0005
+"""How soon the other threads get the interpreter back from the step thread; Python's default is ten times that."""
 
 
 class RunningWorker:
@@ -80,8 +81,9 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
     if config.transfer.transport != "nixl":
         problem = f"transfer.transport is {config.transfer.transport}, which works inside one process only; use nixl"
         raise ClusterError(name=config.name, problem=problem)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     model = served_model(config, spec.model_path)
-    runner = _build_runner(spec, model)
+    runner = _load_runner(spec, model)
     cache = runner.cache
     identity = WorkerIdentity(worker_id=spec.id, role=spec.role, epoch=spec.epoch)
     region = Region(
@@ -112,25 +114,16 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
     return RunningWorker(worker, model, inbox, config.ray.node_ip_address)
 
 
-def _build_runner(spec: WorkerSpec, model: ServedModel) -> TorchRunner:
+def _load_runner(spec: WorkerSpec, model: ServedModel) -> TorchRunner:
     config = spec.config
-    model_config = read_config(spec.model_path)
     wants_cuda = config.model.device == "cuda" or (config.model.device == "auto" and spec.gpus > 0)
-    if wants_cuda and not torch.cuda.is_available():
-        problem = f"worker {spec.id} is to run on CUDA, and torch sees no CUDA device"
-        raise ClusterError(name=config.name, problem=problem)
-    device = torch.device("cuda" if wants_cuda else "cpu")
-    dtype = torch.float32 if run_dtype(config, model_config) == "float32" else torch.bfloat16
-    runner = TorchRunner(
-        model_config,
-        load_weights(spec.model_path, model_config, dtype, device),
-        dtype=dtype,
-        device=device,
+    return load_runner(
+        spec.model_path,
+        dtype=run_dtype(config, read_config(spec.model_path)),
+        device="cuda" if wants_cuda else "cpu",
         block_size=config.kv.block_size,
         num_blocks=config.kv.num_blocks(model.layout.block_bytes()),
         max_model_len=model.max_model_len,
         numerics=config.numerics,
         threads=spec.cpus,
     )
-    runner.warm_up()
-    return runner

@@ -34,7 +34,7 @@ class Fail:
     error: PdclusterError
 
 
-Action = Send | Deliver | Finish | Fail
+FlowAction = Send | Deliver | Finish | Fail
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from router.sse import DONE, EventStream, encode_event, run_until_disconnect
 
 BODY_BYTES_MAX = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 60.0
-TIMING_HEADER = "x-pdcluster-timing"
+_TIMING_HEADER = "x-pdcluster-timing"
 
 IndexedEvent = tuple[int, GenerationEvent]
 """Index of the prompt, and an event of it."""
@@ -65,7 +65,7 @@ class GenerateEndpoints:
             include_usage=bool(stream_options and stream_options.include_usage),
             return_token_ids=request.return_token_ids,
             has_logprobs=num_logprobs is not None,
-            has_timing=http.headers.get(TIMING_HEADER, "").lower() == "true",
+            has_timing=http.headers.get(_TIMING_HEADER, "").lower() == "true",
             num_top_logprobs=num_logprobs or 0,
             num_children=request.n,
             prompts=tuple(prompts),

@@ -38,7 +38,7 @@ from core.messages import (
     TokenUpdate,
 )
 from core.request import LEGAL_TRANSITIONS, TERMINAL_STATES, Request, RequestState
-from router.actions import Action, Deliver, Fail, Finish, FlowFacts, Send
+from router.actions import Deliver, Fail, Finish, FlowAction, FlowFacts, Send
 from router.select import Pair, WorkerLife
 
 ATTEMPTS_MAX = 3
@@ -105,7 +105,7 @@ class RequestFlow:
 
     # ---- selection ---------------------------------------------------------------------------------------------------
 
-    def assign(self, pair: Pair, now: float) -> list[Action]:
+    def assign(self, pair: Pair, now: float) -> list[FlowAction]:
         """Workers were chosen: ask decode for credit."""
         assert self.needs_pair(now), "a pair was assigned to a request that has one"
         self.pair = pair
@@ -120,7 +120,7 @@ class RequestFlow:
         )
         return [Send(worker=pair.decode.worker, message=submit)]
 
-    def no_pair(self, missing_role: str) -> list[Action]:
+    def no_pair(self, missing_role: str) -> list[FlowAction]:
         """Nobody can serve it now. The first attempt fails at once; a retry waits for RESELECT_WAIT_S."""
         if self.attempt == 0:
             return self._fail(NoWorkerError(role=missing_role))
@@ -128,7 +128,7 @@ class RequestFlow:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def handle(self, source: WorkerId, message: RequestMessage, now: float) -> list[Action]:
+    def handle(self, source: WorkerId, message: RequestMessage, now: float) -> list[FlowAction]:
         """A message from a worker. What does not belong to the current attempt and pair changes nothing (TX-2)."""
         pair = self.pair
         if self.is_ended or pair is None or message.attempt != self.attempt:
@@ -139,7 +139,7 @@ class RequestFlow:
             return self._from_prefill(pair, message, now)
         return []
 
-    def _from_decode(self, pair: Pair, message: RequestMessage, now: float) -> list[Action]:
+    def _from_decode(self, pair: Pair, message: RequestMessage, now: float) -> list[FlowAction]:
         if isinstance(message, Credit):
             return self._on_credit(pair, message, now)
         if isinstance(message, Tokens):
@@ -153,7 +153,7 @@ class RequestFlow:
             return self._on_refused(pair.decode.worker, message, now)
         return []
 
-    def _from_prefill(self, pair: Pair, message: RequestMessage, now: float) -> list[Action]:
+    def _from_prefill(self, pair: Pair, message: RequestMessage, now: float) -> list[FlowAction]:
         if isinstance(message, Offer):
             return self._on_offer(pair, message, now)
         if isinstance(message, Refused) and self._prefill_holds:
@@ -162,7 +162,7 @@ class RequestFlow:
             return self._on_refused(pair.prefill.worker, message, now)
         return []
 
-    def _on_credit(self, pair: Pair, credit: Credit, now: float) -> list[Action]:
+    def _on_credit(self, pair: Pair, credit: Credit, now: float) -> list[FlowAction]:
         if self.state is not RequestState.SELECTED:
             return []
         self._move(RequestState.CREDITED)
@@ -183,7 +183,7 @@ class RequestFlow:
         )
         return [Send(worker=pair.prefill.worker, message=prefill)]
 
-    def _on_offer(self, pair: Pair, offer: Offer, now: float) -> list[Action]:
+    def _on_offer(self, pair: Pair, offer: Offer, now: float) -> list[FlowAction]:
         assert pair.prefill is not None
         if not self._prefill_holds or offer.epoch != pair.prefill.epoch or offer.worker != pair.prefill.worker:
             return []
@@ -196,7 +196,7 @@ class RequestFlow:
         facts.num_prefill_cached_blocks = offer.num_cached_blocks
         return [Send(worker=pair.decode.worker, message=offer)]
 
-    def _on_pull_done(self, pair: Pair, done: PullDone, now: float) -> list[Action]:
+    def _on_pull_done(self, pair: Pair, done: PullDone, now: float) -> list[FlowAction]:
         if self.state is not RequestState.PREFILLING or pair.prefill is None:
             return []
         self._move(RequestState.DECODING)
@@ -206,7 +206,7 @@ class RequestFlow:
         release = Release(request_id=done.request_id, attempt=done.attempt, lease_id=done.lease_id)
         return [Send(worker=pair.prefill.worker, message=release)]
 
-    def _on_tokens(self, tokens: Tokens, now: float) -> list[Action]:
+    def _on_tokens(self, tokens: Tokens, now: float) -> list[FlowAction]:
         assert self.pair is not None
         worker = self.pair.decode.worker
         if self.state is RequestState.SELECTED:
@@ -225,7 +225,7 @@ class RequestFlow:
                 delivered.append(update)
                 child.is_open = child.runs_at_worker
         self._note_tokens(tokens, now)
-        actions: list[Action] = [Deliver(updates=tuple(delivered))] if delivered else []
+        actions: list[FlowAction] = [Deliver(updates=tuple(delivered))] if delivered else []
         return actions + self._finish_if_done()
 
     def _problem(self, update: TokenUpdate) -> str | None:
@@ -254,7 +254,7 @@ class RequestFlow:
             facts.decode_queue_s = tokens.queue_s
             facts.num_decode_cached_tokens = tokens.num_cached_tokens
 
-    def _on_refused(self, worker: WorkerId, refused: Refused, now: float) -> list[Action]:
+    def _on_refused(self, worker: WorkerId, refused: Refused, now: float) -> list[FlowAction]:
         is_decode = self.pair is not None and worker == self.pair.decode.worker
         if refused.kind in ("invalid", "too_long"):
             return self._fail(InvalidRequestError(message=refused.reason))
@@ -272,7 +272,7 @@ class RequestFlow:
 
     # ---- losses, time, endings ---------------------------------------------------------------------------------------
 
-    def worker_lost(self, life: WorkerLife, now: float) -> list[Action]:
+    def worker_lost(self, life: WorkerLife, now: float) -> list[FlowAction]:
         """The link to a worker is gone, and with it everything the worker held for this router."""
         pair = self.pair
         if self.is_ended or pair is None:
@@ -289,7 +289,7 @@ class RequestFlow:
     def _depends_on_prefill(self) -> bool:
         return self._prefill_holds or self.state is RequestState.SELECTED
 
-    def expire(self, now: float) -> list[Action]:
+    def expire(self, now: float) -> list[FlowAction]:
         """Deadlines that have passed."""
         if self.is_ended or now < self.next_deadline():
             return []
@@ -300,25 +300,25 @@ class RequestFlow:
         error = DeadlineExceededError(phase=self.state.value, limit_s=f"{self._phase_limit_s:g}")
         return self._retry(error, self.pair.workers(), now)
 
-    def cancel(self) -> list[Action]:
+    def cancel(self) -> list[FlowAction]:
         """The client went away."""
         return [] if self.is_ended else self._end(RequestState.CANCELLED)
 
-    def end_child(self, child: int) -> list[Action]:
+    def end_child(self, child: int) -> list[FlowAction]:
         """The router saw a stop string in delivered tokens: what the worker still sends of this child is ignored."""
         if self.is_ended:
             return []
         self._children[child].is_open = False
         return self._finish_if_done()
 
-    def _finish_if_done(self) -> list[Action]:
+    def _finish_if_done(self) -> list[FlowAction]:
         if any(child.is_open for child in self._children):
             return []
         if not any(child.runs_at_worker for child in self._children):
             self._decode_holds = False
         return [*self._end(RequestState.FINISHED), Finish()]
 
-    def _retry(self, error: PdclusterError, culprits: frozenset[WorkerId], now: float) -> list[Action]:
+    def _retry(self, error: PdclusterError, culprits: frozenset[WorkerId], now: float) -> list[FlowAction]:
         """Before the first token: attempt + 1 on other workers, if there are any. After it: the end."""
         if self.has_output or self.attempt + 1 >= ATTEMPTS_MAX:
             return self._fail(error)
@@ -333,22 +333,22 @@ class RequestFlow:
         self._phase_deadline = self._retry_at + RESELECT_WAIT_S
         return actions
 
-    def _violation(self, worker: WorkerId, problem: str) -> list[Action]:
+    def _violation(self, worker: WorkerId, problem: str) -> list[FlowAction]:
         return self._fail(PdclusterError(message=f"Worker {worker} {problem}; the request was given up."))
 
-    def _fail(self, error: PdclusterError) -> list[Action]:
+    def _fail(self, error: PdclusterError) -> list[FlowAction]:
         return [*self._end(RequestState.FAILED), Fail(error=error)]
 
-    def _end(self, state: RequestState) -> list[Action]:
+    def _end(self, state: RequestState) -> list[FlowAction]:
         self._move(state)
         return self._let_go()
 
-    def _let_go(self) -> list[Action]:
+    def _let_go(self) -> list[FlowAction]:
         """Cancel at every worker that may hold something for the current attempt."""
         if self.pair is None:
             return []
         cancel = Cancel(request_id=self.request.request_id, attempt=self.attempt)
-        actions: list[Action] = []
+        actions: list[FlowAction] = []
         if self._decode_holds:
             actions.append(Send(worker=self.pair.decode.worker, message=cancel))
         if self._prefill_holds and self.pair.prefill is not None:

@@ -32,7 +32,7 @@ class ChildDelta:
     """One per token when asked for, else empty."""
     finish_reason: ChildEnd | None = None
     stop_reason: str | int | None = None
-    """The stop string or token id."""
+    """The stop string or token id that the client named; None for the model's own end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from router.workers.base import WorkerClient, WorkerListener
 CONNECT_RETRY_S = 5.0
 """A pair that is not ready is asked again after so long."""
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MakeClient = Callable[[WorkerAddress, WorkerListener], WorkerClient]
 
@@ -176,6 +176,6 @@ class WorkerPool:
             self._sink.topology_changed()
         else:
             if self._refused.get(pair) != message.reason:
-                log.warning("%s cannot read from %s: %s", decode.worker, prefill.worker, message.reason)
+                _log.warning("%s cannot read from %s: %s", decode.worker, prefill.worker, message.reason)
             self._connected.discard(pair)
             self._refused[pair] = message.reason

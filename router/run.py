@@ -28,6 +28,7 @@ class Run:
         self._clock = clock
         self._metrics = metrics
         self._streams = [TextStream(text, prepared.stop) for _ in range(prepared.num_children)]
+        self._stop_token_ids = frozenset(prepared.sampling.stop_token_ids)
         self._num_tokens = [0] * prepared.num_children
         self._reasons: list[str] = []
         self._events: asyncio.Queue[GenerationEvent | PdclusterError] = asyncio.Queue()
@@ -77,7 +78,7 @@ class Run:
             token_ids=update.token_ids,
             logprobs=update.logprobs,
             finish_reason=None if not is_last else "stop" if update.finish_reason == "stop" else "length",
-            stop_reason=update.stop_token_id,
+            stop_reason=update.stop_token_id if update.stop_token_id in self._stop_token_ids else None,
         )
 
     def _count(self, num_new: int) -> None:

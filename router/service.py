@@ -15,7 +15,7 @@ from core.ids import Epoch, RequestId, RouterId, WorkerId
 from core.link import Dialer
 from core.messages import RequestMessage, RouterStatus, WorkerAddress, WorkerSet, WorkerStatus
 from core.request import Request
-from router.actions import Action, Deliver, Fail, Send
+from router.actions import Deliver, Fail, FlowAction, Send
 from router.admission import Admission
 from router.flow import RequestFlow
 from router.generation import GenerationEvent, PreparedRequest, Summary
@@ -223,7 +223,7 @@ class RouterService:
         run.block_size = decode.welcome.handshake.layout.block_size
         self._apply(run, run.flow.assign(pair, now))
 
-    def _apply(self, run: Run, actions: Iterable[Action]) -> None:
+    def _apply(self, run: Run, actions: Iterable[FlowAction]) -> None:
         """Perform actions in order."""
         for action in actions:
             if isinstance(action, Send):

@@ -49,7 +49,7 @@ class CompletionChoice(AnswerModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: ChoiceFinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or token id that ended the choice."""
+    """The stop string or token id, of those the client named, that ended the choice."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -31,7 +31,7 @@ REDIAL_FIRST_S = 0.1
 """Before the first new try; doubles with each further one."""
 REDIAL_MAX_S = 5.0
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class NativeClient:
@@ -108,7 +108,7 @@ class NativeClient:
     def _report(self, task: asyncio.Task[None]) -> None:
         """A client that ends by itself has a bug: say so, the worker counts as lost."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the client of worker %s ended", self.worker, exc_info=error)
+            _log.critical("the client of worker %s ended", self.worker, exc_info=error)
 
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
@@ -117,7 +117,7 @@ class NativeClient:
         try:
             self._link.send(messages)
         except (LinkClosedError, LinkOverflowError) as error:
-            log.warning("worker %s: %s", self.worker, error)  # the receiving side of the link reports the loss
+            _log.warning("worker %s: %s", self.worker, error)  # the receiving side of the link reports the loss
 
     async def _run(self) -> None:
         delay_s = REDIAL_FIRST_S
@@ -125,7 +125,7 @@ class NativeClient:
             try:
                 link = await self._dialer.dial(self.address.endpoint, DIAL_TIMEOUT_S)
             except LinkClosedError as error:
-                log.info("worker %s: %s", self.worker, error)
+                _log.info("worker %s: %s", self.worker, error)
             else:
                 if await self._serve(link):
                     delay_s = REDIAL_FIRST_S
@@ -184,7 +184,7 @@ class NativeClient:
         self.welcome = self.status = None
         if was_up:
             level = logging.INFO if self._is_closed else logging.WARNING
-            log.log(level, "worker %s (epoch %d): lost: %s", self.worker, self.life.epoch, reason)
+            _log.log(level, "worker %s (epoch %d): lost: %s", self.worker, self.life.epoch, reason)
             self._listener.worker_down(self, reason)
 
     async def _watch(self, link: Link) -> None:

@@ -7,13 +7,13 @@ where transformers' own two best candidates lie within NEAR_TIE of each other, a
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.runner import TorchRunner
 
 from cluster.assembly import WorkerIdentity, served_model
 from cluster.local import LocalCluster
@@ -25,6 +25,7 @@ from core.request import SamplingParams
 from engine.model.catalog import import_model
 from engine.model.directory import read_config
 from engine.model.loader import load_weights
+from engine.runner import TorchRunner
 from kvtransfer.transport.memory import MemoryFabric
 from router.generation import ChildDelta, PreparedRequest
 from router.service import RouterService
@@ -91,6 +92,7 @@ class Served:
             clock=self.clock,
             network=self.network,
             fabric=MemoryFabric(self.clock),
+            executor=ThreadPoolExecutor(max_workers=1),
         )
         self.service = RouterService(
             router_id=RouterId("router-0"),
@@ -106,7 +108,7 @@ class Served:
         runner = TorchRunner(
             self.model_config,
             self.weights,
-            dtype=torch.float32,
+            dtype="float32",
             device=torch.device("cpu"),
             block_size=self.config.kv.block_size,
             num_blocks=self.config.kv.device_blocks or 0,
@@ -137,7 +139,7 @@ class Served:
     def counters(self, worker: str) -> dict[str, float]:
         return self.cluster.workers[WorkerId(worker)].status().counters
 
-    async def play(self, scene: Coroutine[Any, Any, None]) -> None:
+    async def play(self, scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.service.start()
         self.service.update_workers(self.cluster.start())
         try:
@@ -145,7 +147,7 @@ class Served:
                 if self.service.is_ready():
                     break
                 await self.clock.sleep(0.005)
-            await scene
+            await scene()
         finally:
             await self.service.close()
             await self.cluster.close()
@@ -188,7 +190,7 @@ async def _serve_all(served: Served) -> None:
 
 def _run(row: tuple[str, ...]) -> None:
     served = Served(row)
-    asyncio.run(served.play(_serve_all(served)))
+    asyncio.run(served.play(lambda: _serve_all(served)))
 
 
 @pytest.mark.parametrize("row", ROWS_SMALL)

@@ -12,7 +12,7 @@ import pytest
 from core.messages import Offer, Prefill, Refused, Submit
 from router.app import build_app
 from router.endpoints import BODY_BYTES_MAX
-from tests.router.scripted import Stage, open_stage, settle
+from tests.router.scripted import IM_END, Stage, open_stage, settle
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello world, this is a prompt of some length"}
@@ -54,7 +54,7 @@ def test_chat_answer_has_openai_shape_when_not_streamed(model_directory: Path) -
         assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
         choice = body["choices"][0]
         assert choice["message"] == {"role": "assistant", "content": "Hi there", "refusal": None}
-        assert (choice["finish_reason"], choice["logprobs"], choice["index"]) == ("stop", None, 0)
+        assert (choice["finish_reason"], choice["logprobs"], choice["stop_reason"]) == ("stop", None, None)
         rendered = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
         assert body["usage"]["prompt_tokens"] == len(stage.text.encode(rendered, False))
         assert body["usage"]["completion_tokens"] == 9
@@ -109,9 +109,10 @@ def test_completion_has_parallel_logprob_lists_when_asked(model_directory: Path)
 
 def test_chat_has_logprobs_with_bytes_when_asked(model_directory: Path) -> None:
     async def scenario(stage: Stage, client: httpx.AsyncClient) -> None:
-        body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+        body = {**CHAT, "logprobs": True, "top_logprobs": 2, "stop_token_ids": [IM_END]}
         choice = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
         content = choice["logprobs"]["content"]
+        assert choice["stop_reason"] == IM_END
         assert [entry["token"] for entry in content] == [*"Hi there", "<|im_end|>"]
         assert content[0]["bytes"] == [72] and len(content[0]["top_logprobs"]) == 2
 

@@ -25,7 +25,7 @@ from core.messages import (
     TokenUpdate,
 )
 from core.request import TERMINAL_STATES, FinishReason, Request, RequestState, SamplingParams
-from router.actions import Action, Deliver, Fail, Finish, Send
+from router.actions import Deliver, Fail, Finish, FlowAction, Send
 from router.flow import ATTEMPTS_MAX, DECODE_STALL_S, RESELECT_WAIT_S, RequestFlow
 from router.select import Pair, WorkerLife
 
@@ -88,11 +88,11 @@ def start() -> RequestFlow:
     return flow
 
 
-def sent(actions: list[Action]) -> list[tuple[str, str]]:
+def sent(actions: list[FlowAction]) -> list[tuple[str, str]]:
     return [(a.worker, type(a.message).__name__) for a in actions if isinstance(a, Send)]
 
 
-def error_of(actions: list[Action]) -> PdclusterError:
+def error_of(actions: list[FlowAction]) -> PdclusterError:
     assert isinstance(actions[-1], Fail)
     return actions[-1].error
 
@@ -229,7 +229,7 @@ class Record:
         self.num_terminal = 0
         self.num_submits = 0
 
-    def note(self, actions: list[Action]) -> None:
+    def note(self, actions: list[FlowAction]) -> None:
         assert not (actions and self.num_terminal), "actions after the end"
         for action in actions:
             if isinstance(action, Deliver):
@@ -294,7 +294,7 @@ def test_invariants_hold_when_anything_happens_in_any_order(
     assert record.num_terminal == (0 if flow.state is RequestState.CANCELLED else 1)
 
 
-def perform(flow: RequestFlow, record: Record, command: str, child: int, attempt: int, now: float) -> list[Action]:
+def perform(flow: RequestFlow, record: Record, command: str, child: int, attempt: int, now: float) -> list[FlowAction]:
     """One input. What a worker says about the current attempt changes what it holds."""
     if command == "assign":
         return flow.assign(PAIR, now) if flow.needs_pair(now) else []

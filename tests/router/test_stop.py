@@ -20,7 +20,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=10), stops=st.lists(words, max_size=3))
 def test_result_equals_the_reference_when_text_comes_in_pieces(pieces: list[str], stops: list[str]) -> None:
     matcher, emitted, stop, fed = StopMatcher(stops), "", None, ""
