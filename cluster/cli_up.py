@@ -66,8 +66,8 @@ class Progress:
         lines = []
         for member in [*status["workers"], *status["routers"]]:
             state, since_s = self._states.get(member["id"], ("", self._started_s))
-            if member["state"] == state:
-                continue
+            if member["state"] == state or (state == "starting" and member["state"] == "silent"):
+                continue  # a worker that just began to listen has not been heard yet
             self._states[member["id"]] = (member["state"], now)
             after = f" after {now - since_s:.1f} s" if state == "starting" else ""
             problem = f" ({member['problem']})" if member["problem"] and member["state"] != "ready" else ""

@@ -125,8 +125,10 @@ class Controller:
         try:
             observed = await asyncio.wait_for(self._runtime.observe(), OBSERVE_TIMEOUT_S)
         except (ClusterError, TimeoutError) as error:
-            logger.warning("nothing observed: %s", error)
-            self._status = {**self._status, "controller": self._describe_self(str(error) or "the runtime is silent")}
+            problem = str(error) or f"the runtime did not answer within {OBSERVE_TIMEOUT_S:.0f} s"
+            if problem != self._status["controller"]["problem"]:
+                logger.warning("nothing observed: %s", problem)
+            self._status = {**self._status, "controller": self._describe_self(problem)}
             return
         observed, self._problems = observed + self._problems, []
         # 2. Decide.

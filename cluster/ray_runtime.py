@@ -213,7 +213,7 @@ def _role_of(member_id: str) -> MemberRole:
 def _explain_death(error: RayActorError) -> str:
     """Why an actor's process is gone, in one sentence."""
     detail = re.search(r"Worker exit detail: ([^.]*)", str(error))
-    return f"its process ended: {detail.group(1)}" if detail else "its process ended"
+    return f"its process ended ({detail.group(1)})" if detail else "its process ended"
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:

@@ -178,5 +178,5 @@ def _summarise(states: Mapping[MemberId, MemberState]) -> tuple[ClusterState, st
     missing = [member_id for member_id, state in states.items() if state.phase != "ready"]
     if not missing:
         return "ready", ""
-    ended = [f"{member_id} ended: {states[member_id].problem}" for member_id in missing if states[member_id].problem]
+    ended = [f"{member_id}: {states[member_id].problem}" for member_id in missing if states[member_id].problem]
     return ("degraded", "; ".join(ended)) if ended else ("starting", "")

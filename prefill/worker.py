@@ -196,6 +196,7 @@ class PrefillWorker:
             self._counters["pdcluster_steps_total"] += 1
             self._counters["pdcluster_step_seconds_total"] += sum(output.timings_s.values())
             progress += self._scheduler.apply(plan, output)
+            now += sum(output.timings_s.values())  # leases start when the step ended, not when it began
         for item in _latest(progress):
             self._mark_started(item.sequence, now)
             self._offer_final_blocks(item, now)

@@ -183,6 +183,14 @@ def test_down_stops_nothing_when_the_record_is_stale(tmp_path: Path) -> None:
     assert "was gone already" in lines[-1]
 
 
+def test_worker_is_still_starting_when_no_router_heard_it_yet() -> None:
+    progress = Progress(0.0)
+    progress.lines(published("starting", "starting"), 1.0)
+    assert progress.lines(published("ready", "silent"), 2.0) == []
+    assert progress.lines(published("ready", "ready"), 4.0) == ["decode-0    ready after 3.0 s"]
+    assert progress.lines(published("ready", "silent"), 9.0) == ["decode-0    silent"]
+
+
 def test_progress_is_silent_when_nothing_changed() -> None:
     progress = Progress(0.0)
     status = published("starting", "starting")

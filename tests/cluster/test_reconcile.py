@@ -152,7 +152,11 @@ def test_restart_waits_longer_when_a_member_ends_again_and_again() -> None:
     for _ in range(3):
         fake.running.pop((PREFILL, decision.record[PREFILL].epoch))
         decision = decide(TARGET, decision.record, fake.observe(), now)
-        assert decision.actions == () and decision.state == "degraded" and "prefill-0 ended" in decision.reason
+        assert (
+            decision.actions == ()
+            and decision.state == "degraded"
+            and decision.reason == "prefill-0: the process ended"
+        )
         waits.append(decision.record[PREFILL].retry_at_s - now)
         now += waits[-1]
         decision = decide(TARGET, decision.record, fake.observe(), now)

@@ -31,7 +31,7 @@ class Running:
         self.environment = {**os.environ, "PDCLUSTER_STATE": str(state)}
         self.call("up", str(ROOT / "configs" / config), "--detach", "--set", "router.port=0", "--set", f"name={name}")
         status = self.status()
-        self.url = str(status["url"])
+        self.url = str(status["urls"][0])
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
         self.model = self.client.models.list().data[0].id
 
@@ -137,14 +137,15 @@ def test_kv_moves_exactly_as_demanded_for_every_length(disaggregated: Running) -
 
 def _scenario(running: Running) -> list[Any]:
     """One scripted conversation with the API; everything in it that must not depend on the topology."""
-    client, model = running.client, running.model
+    client: Any = running.client
+    model = running.model
     seen: list[Any] = []
-    chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[call-overload]
+    chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)
     seen.append(("chat", chat.choices[0].message.content, chat.choices[0].finish_reason, chat.usage.total_tokens))
     text = client.completions.create(model=model, prompt="The sea is", max_tokens=12, temperature=0)
     seen.append(("completion", text.choices[0].text, text.choices[0].finish_reason))
     pieces, usage = [], None
-    for chunk in client.chat.completions.create(  # type: ignore[call-overload]
+    for chunk in client.chat.completions.create(
         model=model,
         messages=QUESTION,
         max_tokens=24,
@@ -157,17 +158,17 @@ def _scenario(running: Running) -> list[Any]:
     assert usage is not None and "".join(pieces) == chat.choices[0].message.content
     seen.append(("stream", "".join(pieces), usage.prompt_tokens, usage.completion_tokens))
     for seed in (7, 8):
-        both = client.chat.completions.create(  # type: ignore[call-overload]
+        both = client.chat.completions.create(
             model=model, messages=QUESTION, max_tokens=10, n=2, seed=seed, temperature=1.0, top_p=0.9
         )
         seen.append(("n=2", seed, [c.message.content for c in both.choices]))
     assert seen[-1][2] != seen[-2][2] and len(set(seen[-1][2])) == 2
-    stopped = client.chat.completions.create(  # type: ignore[call-overload]
+    stopped = client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=24, temperature=0, stop=["Paris"]
     )
     assert "Paris" not in stopped.choices[0].message.content
     seen.append(("stop", stopped.choices[0].message.content, stopped.choices[0].finish_reason))
-    likely = client.chat.completions.create(  # type: ignore[call-overload]
+    likely = client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
     )
     for entry in likely.choices[0].logprobs.content:
@@ -177,7 +178,8 @@ def _scenario(running: Running) -> list[Any]:
 
 
 def _errors(running: Running) -> list[Any]:
-    client, model = running.client, running.model
+    client: Any = running.client
+    model = running.model
     seen: list[Any] = []
     calls: list[tuple[type[APIStatusError], dict[str, Any]]] = [
         (NotFoundError, {"model": "nothing", "messages": QUESTION}),
@@ -208,7 +210,7 @@ def test_status_tells_what_runs_and_nothing_is_held_when_idle(disaggregated: Run
     assert {w["role"] for w in status["workers"]} == {"prefill", "decode"}
     for worker in status["workers"]:
         assert worker["epoch"] >= 1 and worker["pid"] and worker["endpoint"].startswith("127.")
-    assert status["requests"] == {"waiting": 0, "running": 0}
+    assert (status["requests"]["waiting"], status["requests"]["running"]) == (0, 0)
     assert (status["leases"], status["pins"]) == (0, 0)
     assert all(kv["used"] == 0 for kv in status["kv"].values())
     assert "admission" in status

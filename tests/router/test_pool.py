@@ -63,6 +63,19 @@ def test_answer_of_another_epoch_connects_nothing(model_directory: Path) -> None
     asyncio.run(main())
 
 
+def test_pair_must_be_confirmed_again_when_a_link_was_lost(model_directory: Path) -> None:
+    async def main() -> None:
+        async with open_stage(model_directory) as stage:
+            decode = stage.workers["decode-0"]
+            decode._answer = lambda message: []  # type: ignore[method-assign]
+            next(link for link in stage.network.links if link.peer == "prefill-0").lose()
+            await stage.run_for(1.0)
+            assert len(stage.network.links) == 3 and len(decode.sent(Connect)) == 2
+            assert not stage.service.is_ready()
+
+    asyncio.run(main())
+
+
 def test_decode_is_told_when_a_prefill_worker_leaves_the_set(model_directory: Path) -> None:
     async def main() -> None:
         async with open_stage(model_directory, num_prefill=2) as stage:
