@@ -125,6 +125,7 @@ class RunningRouter:
 
     async def _start(self) -> None:
         spec, config = self._spec, self._spec.config
+        text = TextProcessor(spec.model_path)
         listener = listen(config.name, config.router)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -134,7 +135,7 @@ class RunningRouter:
             epoch=spec.epoch,
             clock=clock,
             dialer=GrpcDialer(),
-            text=TextProcessor(spec.model_path),
+            text=text,
             model_name=Path(config.model.path).name,
             mode=config.mode,
             max_requests=config.router.max_requests,
@@ -142,8 +143,13 @@ class RunningRouter:
             request_timeout_s=config.router.request_timeout_s,
             url=self.url,
         )
-        await self._service.start()
         self._links = GrpcServer(ControllerDoorway(self._service, clock).accept)
+        try:
+            self.endpoint = await self._links.start(config.ray.node_ip_address)
+        except OSError as error:
+            listener.close()
+            raise ClusterError(name=config.name, problem=str(error)) from error
+        await self._service.start()
         self._http = uvicorn.Server(
             uvicorn.Config(
                 build_app(self._service),
@@ -159,7 +165,6 @@ class RunningRouter:
         self._serving.add_done_callback(self._http_ended)
         while not self._http.started and not self._serving.done():
             await asyncio.sleep(POLL_S)
-        self.endpoint = await self._links.start(config.ray.node_ip_address)
 
     async def _stop(self) -> None:
         await self._service.close()

@@ -1,9 +1,12 @@
 """What an actor process does around a worker: says how far it is, ends with it, and reports why it could not start."""
 
+import faulthandler
+import logging
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,17 @@ class FakeMember:
 
     def stop(self) -> None:
         self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def closed_logs() -> Iterator[None]:
+    """An actor's process logs for its whole life; this one goes on."""
+    yield
+    root = logging.getLogger("pdcluster")
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
 
 
 def test_member_is_described_when_it_listens(tmp_path: Path) -> None:

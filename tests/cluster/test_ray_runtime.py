@@ -1,0 +1,124 @@
+"""A whole cluster under Ray on this machine: it starts, tells why it fails, comes back after a kill, and leaves nothing behind.
+
+One head for the whole module. The cluster serves a model directory without weights, so that the router comes up, and the workers
+fail in order; what workers do with a model is tested elsewhere.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.ray_head import end_head, find_processes, start_head
+from cluster.ray_runtime import ClusterHandle, cluster_status, start_cluster, stop_cluster, wait_ready
+from cluster.reconcile import START_FAILURES_MAX
+from cluster.state import is_alive
+from core.config import ClusterConfig
+from core.errors import ClusterError
+from tests.router.scripted import write_model
+
+pytestmark = pytest.mark.ray
+
+TIMEOUT_S = 120.0
+POLL_S = 0.1
+CONFIG = ClusterConfig.model_validate(
+    {
+        "schema_version": 1,
+        "name": "raytest",
+        "mode": "colocated",
+        "model": {"path": "m"},
+        "kv": {"device_blocks": 64},
+        "router": {"port": 0},
+        "prefill": {"workers": 0},
+        "decode": {"workers": 1, "cpus": 64},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterHandle]:
+    directory = tmp_path_factory.mktemp("cluster")
+    model_path = write_model(tmp_path_factory.mktemp("model"))
+    started = start_cluster(CONFIG, model_path, directory, print)
+    yield started
+    stop_cluster(started, print)
+
+
+def wait_until(handle: ClusterHandle, is_reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    status: dict[str, Any] = {}
+    while time.monotonic() < deadline_s:
+        try:
+            status = cluster_status(handle)
+        except ClusterError:  # the controller is being restarted
+            status = {"workers": [], "routers": []}
+        if status["routers"] and is_reached(status):
+            return status
+        time.sleep(POLL_S)
+    raise AssertionError(f"not reached within {TIMEOUT_S} s: {status}")
+
+
+def test_router_serves_and_worker_failure_is_told_when_the_model_has_no_weights(handle: ClusterHandle) -> None:
+    with pytest.raises(ClusterError, match=f"decode-0 failed to start {START_FAILURES_MAX} times: Model at"):
+        wait_ready(handle, TIMEOUT_S, print)
+    status = wait_until(handle, lambda status: status["routers"][0]["status"] is not None)
+    url = status["routers"][0]["url"]
+    assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    assert status["workers"][0]["epoch"] == START_FAILURES_MAX
+
+
+def test_router_runs_on_and_epochs_stay_when_the_controller_is_killed(handle: ClusterHandle) -> None:
+    before = wait_until(handle, lambda status: status["routers"][0]["status"] is not None)
+    os.kill(before["controller"]["pid"], signal.SIGKILL)
+    after = wait_until(
+        handle, lambda status: status["controller"]["epoch"] == 2 and status["routers"][0]["status"] is not None
+    )
+    same = ("id", "epoch", "pid", "endpoint", "state")
+    assert [after["routers"][0][key] for key in same] == [before["routers"][0][key] for key in same]
+
+
+def test_router_is_started_in_the_next_epoch_when_it_is_killed(handle: ClusterHandle) -> None:
+    before = wait_until(handle, lambda status: status["routers"][0]["status"] is not None)["routers"][0]
+    os.kill(before["pid"], signal.SIGKILL)
+    after = wait_until(handle, lambda status: status["routers"][0]["state"] == "ready" and status["routers"][0] != before
+                       and status["routers"][0]["epoch"] > before["epoch"])["routers"][0]  # fmt: skip
+    assert after["epoch"] == before["epoch"] + 1 and after["pid"] != before["pid"]
+
+
+def test_second_cluster_of_the_name_is_refused_when_one_runs(handle: ClusterHandle, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"ray": CONFIG.ray.model_copy(update={"address": handle.ray_address})})
+    with pytest.raises(ClusterError, match="is running already"):
+        start_cluster(config, tmp_path, tmp_path, print)
+    assert cluster_status(handle)["name"] == "raytest"
+
+
+def test_second_cluster_is_refused_with_the_reason_when_there_is_no_room(handle: ClusterHandle, tmp_path: Path) -> None:
+    ray = CONFIG.ray.model_copy(update={"address": handle.ray_address})
+    config = CONFIG.model_copy(update={"name": "other", "ray": ray})
+    with pytest.raises(ClusterError, match="has no room for workers"):
+        start_cluster(config, tmp_path, tmp_path, print)
+    assert cluster_status(handle)["name"] == "raytest"
+
+
+def test_nothing_is_left_when_the_cluster_is_stopped(tmp_path: Path) -> None:
+    head = start_head(CONFIG, print)
+    handle = ClusterHandle(
+        name="raytest", ray_address=head.address, namespace="n", controller="controller", started=head.started
+    )
+    directory = Path(os.fsdecode(_environment(head.started[0].pid)["PDCLUSTER_RAY_HEAD"]))
+    assert directory.is_dir()
+    stop_cluster(handle, print)
+    assert not any(is_alive(process) for process in head.started)
+    assert find_processes(str(directory)) == [] and not directory.exists()
+    stop_cluster(handle, print)
+    end_head(head.started, print)
+
+
+def _environment(pid: int) -> dict[str, bytes]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {os.fsdecode(name): value for name, _, value in (pair.partition(b"=") for pair in pairs)}
