@@ -6,7 +6,6 @@ Knows nothing about threads, links or Ray; imports no torch.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from core.config import ClusterConfig
 from core.errors import ModelLoadError
@@ -14,7 +13,7 @@ from core.hashing import HASH_SCHEME
 from core.ids import Epoch, Role, WeightIdentity, WorkerId
 from core.layout import BlockLayout, Handshake, KvDtype
 from core.worker import Worker
-from decode.worker import DecodeSettings, DecodeWorker, Puller
+from decode.worker import DecodeSettings, DecodeWorker
 from engine.kv.pool import BlockPool
 from engine.kv.table import SequenceTable
 from engine.model.config import ModelConfig
@@ -22,7 +21,8 @@ from engine.model.directory import read_config, weight_identity
 from engine.scheduler import Scheduler
 from engine.step import Runner
 from kvtransfer.integrity import DIGEST_SCHEME, Digester
-from prefill.worker import PrefillSettings, PrefillWorker, Serving
+from kvtransfer.puller import BlockPuller
+from prefill.worker import PrefillSettings, PrefillWorker
 
 PREFILLS_RUNNING_MAX = 16
 """Prompts that one prefill worker computes side by side."""
@@ -100,10 +100,6 @@ def build_handshake(
     )
 
 
-class TransferSide(Puller, Serving, Protocol):
-    """Both halves of `kvtransfer.puller`: a decode worker reads through it, a prefill worker is read from."""
-
-
 def build_worker(
     identity: WorkerIdentity,
     config: ClusterConfig,
@@ -112,7 +108,7 @@ def build_worker(
     runner: Runner,
     handshake: Handshake,
     digester: Digester,
-    transfer: TransferSide,
+    transfer: BlockPuller,
 ) -> Worker:
     """A worker of either role on this runner."""
     section = config.prefill if identity.role == "prefill" else config.decode

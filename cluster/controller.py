@@ -34,7 +34,7 @@ from core.ids import Epoch, RouterId, WorkerId
 from core.link import Dialer
 from core.messages import WorkerAddress, WorkerSet
 
-LOOP_S = 0.25
+LOOP_S = 0.5
 OBSERVE_TIMEOUT_S = 30.0
 ACT_TIMEOUT_S = 30.0
 SHUTDOWN_TIMEOUT_S = 30.0

@@ -141,6 +141,8 @@ def _environment(directory: Path) -> dict[str, str]:
         # Processes are started when an actor needs one: each idle one costs memory and, at start, seconds of a CPU.
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
+        # Workers compete with nothing less important; Ray would run them at 15.
+        "RAY_worker_niceness": "0",
         # Processes that lost the head go on serving for so long (CL-2).
         "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

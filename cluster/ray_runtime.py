@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.actors import ControllerHost, RouterActor, WorkerActor, pack
 from cluster.controller import Controller, RecordFile
 from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, Report, end_head, start_head
-from cluster.reconcile import MemberId, Target
+from cluster.reconcile import MemberId, Target, wanted_workers
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
 from cluster.state import ProcessRef, is_alive
 from core.clock import SystemClock
@@ -118,7 +118,7 @@ class RayRuntime:
         await asyncio.to_thread(self._stop, f"{member_id}:{epoch}")
 
     def _start_worker(self, spec: WorkerSpec) -> None:
-        index = [member_id for member_id, _ in _workers(self._config)].index(spec.id)
+        index = list(wanted_workers(self._config)).index(spec.id)
         group = self._call(lambda: ray.util.get_placement_group(self._namespace))
         options = {
             "num_cpus": spec.cpus,
@@ -197,12 +197,6 @@ class RayRuntime:
             return call()
         except (RayError, ValueError, ConnectionError) as error:
             raise ClusterError(name=self._config.name, problem=f"Ray: {error}") from error
-
-
-def _workers(config: ClusterConfig) -> list[tuple[MemberId, MemberRole]]:
-    """The workers in the order of the placement group's bundles."""
-    members = Target(config=config, model_path=Path()).members()
-    return [(member_id, role) for member_id, role in members.items() if role != "router"]
 
 
 def _role_of(member_id: str) -> MemberRole:
@@ -373,17 +367,22 @@ def _place(config: ClusterConfig, namespace: str) -> None:
     """Reserve one bundle per worker. Raises ClusterError naming what is wanted and what is there."""
     defined = cast("dict[str, float]", ray.cluster_resources())  # type: ignore[no-untyped-call]
     bundles = []
-    for _, role in _workers(config):
+    for role in wanted_workers(config).values():
         section, resource = (
             (config.prefill, PREFILL_RESOURCE) if role == "prefill" else (config.decode, DECODE_RESOURCE)
         )
         wanted = {"CPU": float(section.cpus), "GPU": section.gpus, resource: float(resource in defined)}
         bundles.append({name: number for name, number in wanted.items() if number})
+    for name in {name for bundle in bundles for name in bundle}:
+        needed = sum(bundle.get(name, 0.0) for bundle in bundles)
+        if needed > defined.get(name, 0.0):
+            problem = f"its workers need {needed:g} {name}, the Ray cluster has {defined.get(name, 0.0):g}"
+            raise ClusterError(name=config.name, problem=problem)
     group = placement_group(bundles, strategy="PACK", name=namespace, lifetime="detached")
     if not group.wait(PLACEMENT_TIMEOUT_S):
         free = cast("dict[str, float]", ray.available_resources())  # type: ignore[no-untyped-call]
-        there = f"{free.get('CPU', 0)} CPUs and {free.get('GPU', 0)} GPUs are free"
-        problem = f"the Ray cluster has no room for workers that need {bundles}; {there}"
+        there = f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU are free"
+        problem = f"the Ray cluster has no room now for workers that need {bundles}; {there}"
         raise ClusterError(name=config.name, problem=problem)
 
 

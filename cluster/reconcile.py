@@ -13,7 +13,7 @@ from typing import Literal
 
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
 from core.config import ClusterConfig
-from core.ids import Epoch, RouterId, WorkerId
+from core.ids import Epoch, Role, RouterId, WorkerId
 
 START_FAILURES_MAX = 3
 START_TIMEOUT_S = 300.0
@@ -81,6 +81,14 @@ class Decision:
     """Why the cluster is degraded or failed; empty otherwise."""
 
 
+def wanted_workers(config: ClusterConfig) -> dict[WorkerId, Role]:
+    """Every worker with its role, prefill before decode. The order is that of the bundles that hold them."""
+    workers: dict[WorkerId, Role] = {}
+    workers |= {WorkerId(f"prefill-{index}"): "prefill" for index in range(config.prefill.workers)}
+    workers |= {WorkerId(f"decode-{index}"): "decode" for index in range(config.decode.workers)}
+    return workers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What should run."""
@@ -90,11 +98,8 @@ class Target:
 
     def members(self) -> dict[MemberId, MemberRole]:
         """Every member with its role, workers first, prefill before decode."""
-        config = self.config
-        members: dict[MemberId, MemberRole] = {}
-        members |= {WorkerId(f"prefill-{index}"): "prefill" for index in range(config.prefill.workers)}
-        members |= {WorkerId(f"decode-{index}"): "decode" for index in range(config.decode.workers)}
-        members |= {RouterId(f"router-{index}"): "router" for index in range(config.router.processes)}
+        members: dict[MemberId, MemberRole] = dict(wanted_workers(self.config).items())
+        members |= {RouterId(f"router-{index}"): "router" for index in range(self.config.router.processes)}
         return members
 
     def start(self, member_id: MemberId, role: MemberRole, epoch: Epoch) -> StartWorker | StartRouter:

@@ -12,26 +12,17 @@ behind its seam. Knows nothing about sampling or steps.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, RouterId, WorkerId
 from core.messages import Credit, FromWorker, Offer, PullDone, Refused, Renew, Submit
 from core.request import AttemptKey
 from engine.kv.pool import BlockPool
-from kvtransfer.puller import PullJob, PullResult
+from kvtransfer.puller import BlockPuller, PullJob, PullResult
 from kvtransfer.session import BlockPull, PullSession, SessionFailure
 from kvtransfer.transport.base import Peer
 
 CREDITS_WAITING_MAX = 1024
 """Requests that wait for credit at one decode worker; more are refused as overloaded."""
-
-
-class Pulling(Protocol):
-    """What the intake needs of `kvtransfer.puller`."""
-
-    def submit(self, job: PullJob) -> None: ...
-
-    def abandon(self, key: AttemptKey) -> None: ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -74,7 +65,7 @@ class Ready:
 class Intake:
     """All receptions of one decode worker."""
 
-    def __init__(self, *, worker_id: WorkerId, pool: BlockPool, puller: Pulling, credit_s: float) -> None:
+    def __init__(self, *, worker_id: WorkerId, pool: BlockPool, puller: BlockPuller, credit_s: float) -> None:
         self._worker_id = worker_id
         self._pool = pool
         self._puller = puller

@@ -3,32 +3,22 @@
 Knows nothing about requests; reads are `decode.intake`'s.
 """
 
-from typing import Protocol
-
 from core.errors import IncompatiblePeersError
 from core.ids import RouterId, WorkerId
 from core.layout import Handshake
 from core.messages import Connect, FromWorker, PeerReady, PeerRefused
 from kvtransfer.handshake import check_peers
-from kvtransfer.puller import PeerResult
+from kvtransfer.puller import BlockPuller, PeerResult
 from kvtransfer.transport.base import Peer
-
-
-class PeerMaker(Protocol):
-    """What this needs of `kvtransfer.puller`."""
-
-    def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None: ...
-
-    def remove_peer(self, peer: Peer) -> None: ...
 
 
 class PeerTable:
     """Peers by life, with the routers that wait for, or got, an answer about them."""
 
-    def __init__(self, worker_id: WorkerId, handshake: Handshake, maker: PeerMaker) -> None:
+    def __init__(self, worker_id: WorkerId, handshake: Handshake, puller: BlockPuller) -> None:
         self._worker_id = worker_id
         self._handshake = handshake
-        self._maker = maker
+        self._puller = puller
         self._askers: dict[Peer, set[RouterId]] = {}
 
     def connect(self, source: RouterId, message: Connect) -> tuple[list[Peer], list[tuple[RouterId, FromWorker]]]:
@@ -41,7 +31,7 @@ class PeerTable:
         older = [p for p in self._askers if p.worker == peer.worker and p.epoch < peer.epoch]
         self._askers.setdefault(peer, set()).add(source)
         layout = message.handshake.layout
-        self._maker.add_peer(
+        self._puller.add_peer(
             peer, message.handshake.transport_metadata, message.handshake.num_blocks, layout.block_bytes()
         )
         return older, []
@@ -58,7 +48,7 @@ class PeerTable:
     def remove(self, peer: Peer) -> None:
         """Forget one life of a peer."""
         self._askers.pop(peer, None)
-        self._maker.remove_peer(peer)
+        self._puller.remove_peer(peer)
 
 
 def _refused(peer: Peer, reason: str) -> PeerRefused:

@@ -8,7 +8,6 @@ prefill worker enters through `decode.intake`; the scheduler sees it only when e
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -30,33 +29,17 @@ from core.messages import (
     ToWorker,
     WorkerStatus,
 )
-from core.request import AttemptKey, Request
+from core.request import Request
 from decode.intake import Intake, Ready, Reception
 from decode.peers import PeerTable
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner, StepPlan
 from kvtransfer.plan import num_demanded_blocks
-from kvtransfer.puller import PeerResult, PullJob, PullResult
+from kvtransfer.puller import BlockPuller, PeerResult, PullResult
 from kvtransfer.transport.base import Peer
 
 SEQUENCES_WAITING_MAX = 4096
 """Sequences queued at one decode worker; more are refused as overloaded."""
-
-
-class Puller(Protocol):
-    """The transfer side (`kvtransfer.puller`)."""
-
-    def submit(self, job: PullJob) -> None: ...
-
-    def abandon(self, key: AttemptKey) -> None: ...
-
-    def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None: ...
-
-    def remove_peer(self, peer: Peer) -> None: ...
-
-    def poll(self) -> list[PullResult | PeerResult]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +74,7 @@ class DecodeWorker:
 
     role: Role = "decode"
 
-    def __init__(self, settings: DecodeSettings, *, scheduler: Scheduler, runner: Runner, puller: Puller) -> None:
+    def __init__(self, settings: DecodeSettings, *, scheduler: Scheduler, runner: Runner, puller: BlockPuller) -> None:
         self.worker_id = settings.worker_id
         self.epoch = settings.epoch
         self._settings = settings

@@ -21,7 +21,6 @@ from engine.runner import TorchRunner
 from engine.step import StepPlan
 
 READ_BYTES = 1 << 30
-PRODUCT_KINDS = ("qkv", "output", "gate_up", "down")
 
 
 def read_bandwidth(size_bytes: int = READ_BYTES, repeats: int = 3) -> float:
@@ -125,7 +124,13 @@ def _timed_model(runner: TorchRunner, spent: dict[str, float]) -> Iterator[None]
     model = runner.model
     layers, head, attend = model.layers, model.head, model.attention.attend
     model.layers = [
-        replace(layer, **{kind: _timed(getattr(layer, kind), kind, spent) for kind in PRODUCT_KINDS})
+        replace(
+            layer,
+            qkv=_timed(layer.qkv, "qkv", spent),
+            output=_timed(layer.output, "output", spent),
+            gate_up=_timed(layer.gate_up, "gate_up", spent),
+            down=_timed(layer.down, "down", spent),
+        )
         for layer in layers
     ]
     model.head = _timed(head, "head", spent)
@@ -156,7 +161,7 @@ def _seconds(function: Callable[[], object]) -> float:
 def report(runner: TorchRunner, config: ModelConfig, *, context: int, repeats: int) -> dict[str, dict[str, float]]:
     """The three comparisons of the project's target: one stream, 16 streams, a prompt of `context` tokens.
 
-    Products are in the runner's weight dtype (what a plain port would do) and, where that is not float32, in float32 too.
+    Products are in the runner's weight dtype (what a plain port would do), and in float32 as well.
     """
     dtypes: Sequence[torch.dtype] = tuple({runner.cache.dtype, torch.float32})
     plans = {

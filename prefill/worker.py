@@ -6,7 +6,6 @@ moment it is final. Knows nothing about links, threads, decode workers' pools or
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from core.hashing import ExtraKey
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
@@ -24,26 +23,14 @@ from core.messages import (
 )
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner
+from kvtransfer.integrity import Digester
 from kvtransfer.lease import LeaseTable
 from kvtransfer.plan import num_demanded_blocks
+from kvtransfer.puller import BlockPuller
 from prefill.handoff import Handoff
 
 PREFILLS_WAITING_MAX = 1024
 """Prompts queued at one prefill worker; more are refused as overloaded."""
-
-
-class Digester(Protocol):
-    """Digests of local blocks (`kvtransfer.integrity`)."""
-
-    def digest(self, block_ids: list[BlockId]) -> list[BlockDigest]: ...
-
-
-class Serving(Protocol):
-    """The transfer side that lets peers read from here."""
-
-    def serve_hint(self, is_serving: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +51,13 @@ class PrefillWorker:
     role: Role = "prefill"
 
     def __init__(
-        self, settings: PrefillSettings, *, scheduler: Scheduler, runner: Runner, digester: Digester, serving: Serving
+        self,
+        settings: PrefillSettings,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        digester: Digester,
+        serving: BlockPuller,
     ) -> None:
         self.worker_id = settings.worker_id
         self.epoch = settings.epoch

@@ -19,12 +19,10 @@ class Attention(Protocol[Metadata]):
         """Everything of a plan that all layers share, for queries in `dtype`. Valid for this plan only."""
         ...
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Metadata
-    ) -> torch.Tensor:
+    def attend(self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: Metadata) -> torch.Tensor:
         """Store the plan's keys and values of `layer`, then attend.
 
-        queries: [T, heads, head dim]; keys, values: [T, kv heads, head dim]; returns [T, heads * head dim], all in the
-        dtype that `prepare` was given.
+        queries: [T, heads, head dim]; keys_values: [T, 2 * kv heads, head dim], keys first; returns
+        [T, heads * head dim]; all in the dtype that `prepare` was given.
         """
         ...

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.kv.cache import KvCache
-from engine.step import StepPlan
+from engine.step import IntArray, StepPlan
 
 GATHER_BYTES_MAX = 3 << 19
 """Of one group's keys and values as float32, on a CPU."""
@@ -38,12 +39,18 @@ class Piece:
     first: int
     """First token in the plan."""
     end: int
-    num_sequences: int
-    """Sequences of one token each, or 1 for a prefill chunk."""
-    num_keys: int
-    """Key positions per sequence to attend to, the masked ones included."""
-    rows: torch.Tensor
-    """int64[layers, 2 * blocks] of `KvCache.part_rows`."""
+    is_group: bool
+    """Sequences of one token each; else one prefill chunk."""
+    rows: tuple[torch.Tensor, ...]
+    """Per layer, of `KvCache.part_rows`."""
+    stored: torch.Tensor
+    """Scratch for the gathered parts as they are stored."""
+    gathered: torch.Tensor
+    """The same in the dtype of the queries; the same memory when the dtypes are equal."""
+    keys: torch.Tensor
+    """View of `gathered` as the kernel wants it: [sequences, kv heads, keys, head dim] for a group,
+    [kv heads, group, keys, head dim] for a chunk."""
+    values: torch.Tensor
     mask: torch.Tensor | None
     """Added to the scores: [sequences, 1, 1, keys] of a group, [1, 1, queries, keys] of a chunk. None: plain causal."""
 
@@ -52,8 +59,8 @@ class Piece:
 class CpuMetadata:
     """A plan, cut into pieces."""
 
-    slot_rows: torch.Tensor
-    """int64[layers, 2, T] of `KvCache.slot_rows`."""
+    slot_rows: tuple[torch.Tensor, ...]
+    """Per layer, of `KvCache.slot_rows`."""
     pieces: tuple[Piece, ...]
 
 
@@ -81,7 +88,7 @@ class CpuAttention:
         slots = torch.from_numpy(plan.slots).to(self._cache.device)
         return CpuMetadata(slot_rows=self._cache.slot_rows(slots), pieces=tuple(pieces))
 
-    def _groups(self, counts: np.ndarray, num_blocks: np.ndarray) -> Iterator[tuple[int, int]]:
+    def _groups(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
         """Half-open ranges of sequences that make one piece: at most twice as many padded blocks as real ones."""
         block_bytes = 2 * self._block_size * self._kv_heads * self._head_dim * 4
         first, widest, total = 0, 0, 0
@@ -96,21 +103,26 @@ class CpuAttention:
             widest, total = width, total + blocks
         yield first, len(counts)
 
-    def _rows(self, plan: StepPlan, first: int, end: int, num_blocks: int) -> torch.Tensor:
+    def _rows(self, plan: StepPlan, first: int, end: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
         table = plan.block_tables[first:end, :num_blocks].astype(np.int64)
         table = np.pad(table, ((0, 0), (0, num_blocks - table.shape[1])))
         return self._cache.part_rows(torch.from_numpy(table.reshape(-1)).to(self._cache.device))
 
     def _group_piece(self, plan: StepPlan, first: int, end: int, num_blocks: int, dtype: torch.dtype) -> Piece:
-        num_keys = num_blocks * self._block_size
+        count, num_keys = end - first, num_blocks * self._block_size
         hidden = np.arange(num_keys) >= plan.context_lengths[first:end, None]
+        stored, gathered = self._buffers(2 * count * num_blocks, dtype)
+        heads = gathered.view(2, count, num_keys, self._kv_heads, self._head_dim).transpose(2, 3)
         return Piece(
             first=int(plan.query_start[first]),
             end=int(plan.query_start[end]),
-            num_sequences=end - first,
-            num_keys=num_keys,
+            is_group=True,
             rows=self._rows(plan, first, end, num_blocks),
-            mask=self._mask(hidden, dtype).view(end - first, 1, 1, num_keys),
+            stored=stored,
+            gathered=gathered,
+            keys=heads[0],
+            values=heads[1],
+            mask=self._mask(hidden, dtype).view(count, 1, 1, num_keys),
         )
 
     def _chunk_piece(self, plan: StepPlan, index: int, num_blocks: int, dtype: torch.dtype) -> Piece:
@@ -122,60 +134,70 @@ class CpuAttention:
             queries = -(-count // ROW_UNIT) * ROW_UNIT if self._exact else count
             hidden = np.arange(num_keys) > (context - count + np.arange(queries))[:, None]
             mask = self._mask(hidden, dtype).view(1, 1, queries, num_keys)
+        stored, gathered = self._buffers(2 * num_blocks, dtype)
+        heads = gathered.view(2, -1, self._kv_heads, self._head_dim)[:, :num_keys].transpose(1, 2).unsqueeze(2)
+        heads = heads.expand(2, self._kv_heads, self._group, num_keys, self._head_dim)
         rows = self._rows(plan, index, index + 1, num_blocks)
-        return Piece(first=first, end=end, num_sequences=1, num_keys=num_keys, rows=rows, mask=mask)
+        return Piece(
+            first=first,
+            end=end,
+            is_group=False,
+            rows=rows,
+            stored=stored,
+            gathered=gathered,
+            keys=heads[0],
+            values=heads[1],
+            mask=mask,
+        )
 
-    def _mask(self, hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    def _mask(self, hidden: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
         where = torch.from_numpy(hidden).to(self._cache.device)
         return torch.zeros(hidden.shape, dtype=dtype, device=where.device).masked_fill_(where, NEVER)
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: CpuMetadata
-    ) -> torch.Tensor:
-        self._cache.write(metadata.slot_rows[layer], keys, values)
-        outputs = []
-        for piece in metadata.pieces:
-            part = queries[piece.first : piece.end]
-            gathered = self._gather(piece.rows[layer], queries.dtype)
-            if piece.end - piece.first == piece.num_sequences:
-                outputs.append(self._attend_group(part, gathered, piece))
-            else:
-                outputs.append(self._attend_chunk(part, gathered, piece))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _buffers(self, num_parts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scratch [num_parts, values per part] in the cache's dtype and in `dtype`, shared by all pieces of a plan."""
+        stored = self._buffer(num_parts, self._cache.dtype)
+        return stored, stored if dtype == self._cache.dtype else self._buffer(num_parts, dtype)
 
-    def _gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[2 * blocks, values per part] in `dtype`, valid until the next call."""
-        stored = self._buffer(self._cache.dtype, len(rows))
-        torch.index_select(self._cache.parts, 0, rows, out=stored)
-        return stored if dtype == self._cache.dtype else self._buffer(dtype, len(rows)).copy_(stored)
-
-    def _buffer(self, dtype: torch.dtype, num_parts: int) -> torch.Tensor:
+    def _buffer(self, num_parts: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._scratch.get(dtype)
         if buffer is None or len(buffer) < num_parts:
             buffer = torch.empty(num_parts, self._cache.parts.shape[1], dtype=dtype, device=self._cache.device)
             self._scratch[dtype] = buffer
         return buffer[:num_parts]
 
-    def _attend_group(self, queries: torch.Tensor, gathered: torch.Tensor, piece: Piece) -> torch.Tensor:
-        count, group = piece.num_sequences, self._group
-        kv = gathered.view(2, count, piece.num_keys, self._kv_heads, self._head_dim).transpose(2, 3)
-        queries = queries.reshape(count, self._kv_heads, group, self._head_dim)
-        if self._exact and group % ROW_UNIT:
-            queries = F.pad(queries, (0, 0, 0, ROW_UNIT - group % ROW_UNIT))
-        output = F.scaled_dot_product_attention(queries, kv[0], kv[1], attn_mask=piece.mask)
-        return output[:, :, :group].reshape(count, -1)
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: CpuMetadata
+    ) -> torch.Tensor:
+        self._cache.write(metadata.slot_rows[layer], keys_values)
+        pieces = metadata.pieces
+        if len(pieces) == 1:
+            return self._attend_piece(layer, queries, pieces[0])
+        return torch.cat([self._attend_piece(layer, queries[piece.first : piece.end], piece) for piece in pieces])
 
-    def _attend_chunk(self, queries: torch.Tensor, gathered: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _attend_piece(self, layer: int, queries: torch.Tensor, piece: Piece) -> torch.Tensor:
+        torch.index_select(self._cache.parts, 0, piece.rows[layer], out=piece.stored)
+        if piece.gathered is not piece.stored:
+            piece.gathered.copy_(piece.stored)
+        return self._attend_group(queries, piece) if piece.is_group else self._attend_chunk(queries, piece)
+
+    def _attend_group(self, queries: torch.Tensor, piece: Piece) -> torch.Tensor:
+        count, group = len(queries), self._group
+        queries = queries.reshape(count, self._kv_heads, group, self._head_dim)
+        missing = -group % ROW_UNIT if self._exact else 0
+        if missing:
+            queries = F.pad(queries, (0, 0, 0, missing))
+        output = F.scaled_dot_product_attention(queries, piece.keys, piece.values, attn_mask=piece.mask)
+        if missing:
+            output = output[:, :, :group]
+        return output.reshape(count, -1)
+
+    def _attend_chunk(self, queries: torch.Tensor, piece: Piece) -> torch.Tensor:
         count, mask = len(queries), piece.mask
-        keys, values = (
-            part[: piece.num_keys]
-            .transpose(0, 1)
-            .unsqueeze(1)
-            .expand(self._kv_heads, self._group, piece.num_keys, self._head_dim)
-            for part in gathered.view(2, -1, self._kv_heads, self._head_dim)
-        )
         if mask is not None and mask.shape[2] > count:
             queries = F.pad(queries, (0, 0, 0, 0, 0, mask.shape[2] - count))
-        grouped = queries.view(-1, self._kv_heads, self._group, self._head_dim).permute(1, 2, 0, 3)
-        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+        grouped = queries.reshape(len(queries), self._kv_heads, self._group, self._head_dim).permute(1, 2, 0, 3)
+        output = F.scaled_dot_product_attention(
+            grouped, piece.keys, piece.values, attn_mask=mask, is_causal=mask is None
+        )
         return output.permute(2, 0, 1, 3)[:count].reshape(count, -1)

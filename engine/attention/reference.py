@@ -39,12 +39,12 @@ class ReferenceAttention:
         return ReferenceMetadata(slots=torch.from_numpy(plan.slots).to(device), sequences=tuple(sequences))
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: ReferenceMetadata
+        self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: ReferenceMetadata
     ) -> torch.Tensor:
         by_position = self._cache.tensor[:, layer].transpose(1, 2)  # [num_blocks, block_size, 2, kv heads, head dim]
         size = self._cache.block_size
         where = (metadata.slots // size, metadata.slots % size)
-        by_position[where] = torch.stack((keys, values), dim=1).to(self._cache.dtype)
+        by_position[where] = keys_values.view(len(keys_values), 2, -1, keys_values.shape[2]).to(self._cache.dtype)
         outputs = []
         for first, end, slots in metadata.sequences:
             kv = by_position[slots // size, slots % size].float()

@@ -29,8 +29,7 @@ class KvCache:
         self.parts_per_block = 2 * config.num_layers
         self.layout: BlockLayout = config.block_layout(block_size, dtype)
         self.block_bytes = self.layout.block_bytes()
-        self._heads = (config.num_kv_heads, config.head_dim)
-        shape = (num_blocks, config.num_layers, 2, block_size, *self._heads)
+        shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
         """[num_blocks, layers, 2, block_size, kv heads, head dim]"""
         self.parts = self.tensor.view(num_blocks * self.parts_per_block, -1)
@@ -57,19 +56,17 @@ class KvCache:
             return None
         return memoryview((ctypes.c_char * self.tensor.nbytes).from_address(self.address)).cast("B")
 
-    def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where positions are written. slots: int64[T]; returns int64[layers, 2, T] for `write`."""
+    def slot_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Where T positions are written: per layer int64[2 * T] for `write`. slots: int64[T]"""
         first = slots + (slots // self.block_size) * (self.block_size * (self.parts_per_block - 1))
-        part = torch.arange(self.parts_per_block, device=slots.device) * self.block_size
-        return (first + part[:, None]).view(-1, 2, len(slots))
+        part = torch.arange(self.parts_per_block, device=slots.device).view(-1, 1, 2) * self.block_size
+        return (first[:, None] + part).view(-1, 2 * len(slots)).unbind()
 
-    def part_rows(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Where N blocks are gathered from: int64[layers, 2 * N], the keys of all, then the values."""
+    def part_rows(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Where N blocks are gathered from: per layer int64[2 * N], the keys of all, then the values."""
         part = torch.arange(self.parts_per_block, device=block_ids.device)
-        return (block_ids * self.parts_per_block + part[:, None]).view(-1, 2 * len(block_ids))
+        return (block_ids * self.parts_per_block + part[:, None]).view(-1, 2 * len(block_ids)).unbind()
 
-    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one layer's new positions. rows: int64[2, T] of `slot_rows`; keys, values: [T, kv heads, head dim]."""
-        width = self._slots.shape[1]
-        self._slots.index_copy_(0, rows[0], keys.to(self.dtype).reshape(-1, width))
-        self._slots.index_copy_(0, rows[1], values.to(self.dtype).reshape(-1, width))
+    def write(self, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Store one layer's new positions. keys_values: [T, 2 * kv heads, head dim], keys first."""
+        self._slots.index_copy_(0, rows, keys_values.to(self._slots.dtype).reshape(len(rows), -1))

@@ -22,19 +22,18 @@ Weights = dict[str, torch.Tensor]
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight, the quotient in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weights = {dtype: weight.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+        self._weight = weight.float()
         self._eps = torch.tensor(eps, device=weight.device)
         self._scale = 1.0 / len(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [T, hidden size]; returns a fresh tensor of the same dtype."""
-        wide = hidden.float()
-        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         inverse = torch.addcmul(self._eps, norms, norms, value=self._scale).rsqrt_()
-        return (wide * inverse).to(hidden.dtype).mul_(self._weights[hidden.dtype])
+        return (hidden * inverse).mul_(self._weight).to(hidden.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +138,10 @@ class Llama(Generic[Metadata]):
         metadata: Metadata,
     ) -> torch.Tensor:
         config = self._config
-        qkv = layer.qkv(layer.attention_norm(hidden)).view(len(hidden), -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        rotated = self._rotary.rotate(qkv[:, :num_rotated], tables)
-        queries, keys = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        return self.attention.attend(index, queries, keys, qkv[:, num_rotated:], metadata)
+        qkv = layer.qkv(layer.attention_norm(hidden)).view(tables[0].shape)
+        rotated = self._rotary.rotate(qkv, tables)
+        queries, keys_values = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
+        return self.attention.attend(index, queries, keys_values, metadata)
 
     def _finish_layer(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         hidden = layer.output(attended).add_(hidden)

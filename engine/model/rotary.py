@@ -31,19 +31,30 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 
 class Rotary:
-    """Tables for positions [0, max_model_len)."""
+    """Tables for positions [0, max_model_len).
+
+    They cover queries, keys and values side by side, so that one fused projection is rotated in one go: values are
+    turned by no angle, which leaves their bits as they are.
+    """
 
     def __init__(self, config: ModelConfig, *, max_model_len: int, device: torch.device) -> None:
         angles = torch.arange(max_model_len).float()[:, None] * inverse_frequencies(config)
-        self._cosines = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1).to(device)
-        self._sines = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1).to(device)
+        self._cosines = torch.cat((angles.cos(), angles.cos()), dim=1).to(device)
+        self._sines = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)
         self._half = config.head_dim // 2
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._num_heads = self._num_rotated + config.num_kv_heads
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines for `rotate`, each [T, 1, head_dim]. positions: int64[T]"""
-        return self._cosines[positions].to(dtype), self._sines[positions].to(dtype)
+        """Cosines and signed sines for `rotate`, each [T, heads + 2 * kv heads, head_dim]. positions: int64[T]"""
+        shape = (len(positions), self._num_heads, 2 * self._half)
+        cosines = torch.ones(shape, dtype=dtype, device=positions.device)
+        sines = torch.zeros(shape, dtype=dtype, device=positions.device)
+        cosines[:, : self._num_rotated] = self._cosines[positions].unsqueeze(1)
+        sines[:, : self._num_rotated] = self._sines[positions].unsqueeze(1)
+        return cosines, sines
 
     def rotate(self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """heads: [T, n, head_dim]; returns a fresh tensor of that shape."""
+        """heads: [T, heads + 2 * kv heads, head_dim]; returns a fresh tensor of that shape."""
         cosines, sines = tables
         return (heads * cosines).addcmul_(heads.roll(self._half, -1), sines)

@@ -181,6 +181,73 @@ def test_a_result_is_a_broken_invariant_when_nothing_was_in_flight() -> None:
 ACTIONS = ("offer", "offer", "old_offer", "older_attempt", "verified", "verified", "bad", "cancel", "expire", "garbage")
 
 
+class Model:
+    """A session beside what is known of it: blocks verified, blocks being read, bad reads per block."""
+
+    def __init__(self, seed: int, total: int) -> None:
+        self.rng, self.total, self.now = random.Random(seed), total, 0.0
+        self.session = PullSession(KEY, PEER, FIRST, total, CREDIT_S)
+        self.verified: set[int] = set()
+        self.flying: set[int] = set()
+        self.bad_reads: dict[int, int] = {}
+        self.offered = 0
+
+    def step(self, action: str) -> None:
+        was_open = self.session.is_open
+        self.now += self.rng.random() * 0.05
+        if action in ("verified", "bad"):
+            self._end_reads(action, was_open)
+        elif action == "cancel" and self.rng.random() < 0.2:
+            self.session.cancel()
+        elif action == "expire" and self.rng.random() < 0.2:
+            self.session.expire(self.session.deadline_s)
+        else:
+            self._offer(action)
+        assert was_open or not self.session.is_open
+        self._agree()
+
+    def _offer(self, action: str) -> None:
+        total, session, now = self.total, self.session, self.now
+        if action == "offer":
+            self.offered = self.rng.randint(self.offered, total)
+            self._take(session.on_offer(make_offer(self.offered, total), now))
+        elif action == "old_offer":
+            count = self.rng.randint(0, self.offered)
+            self._take(session.on_offer(make_offer(count, total, is_final=False), now))
+        elif action == "older_attempt":
+            self._take(session.on_offer(make_offer(total, total, attempt=Attempt(0)), now))
+        elif action == "garbage" and self.offered > 0 and self.rng.random() < 0.2:
+            self._take(session.on_offer(make_offer(total, total, digests=(BlockDigest(1),) * total), now))
+
+    def _end_reads(self, action: str, was_open: bool) -> None:
+        if not self.flying:
+            return
+        indexes = self.rng.sample(sorted(self.flying), self.rng.randint(1, len(self.flying)))
+        self.flying.difference_update(indexes)
+        if action == "verified":
+            self.verified.update(indexes if was_open else [])
+            self.session.on_verified(indexes)
+            return
+        for index in indexes:
+            self.bad_reads[index] = self.bad_reads.get(index, 0) + 1
+        self._take(self.session.on_bad(indexes, "bad"))
+
+    def _take(self, outcome: list[BlockPull] | SessionFailure) -> None:
+        if isinstance(outcome, list):
+            indexes = pulls_of(outcome)
+            assert not self.flying & set(indexes)
+            assert not self.verified & set(indexes)
+            self.flying.update(indexes)
+
+    def _agree(self) -> None:
+        self.session.check()
+        assert self.session.in_flight == len(self.flying)
+        assert self.session.num_verified_prefix == next(i for i in range(self.total + 1) if i not in self.verified)
+        if self.session.is_complete:
+            assert self.verified == set(range(self.total))
+            assert not self.flying
+
+
 @given(seed=st.integers(0, 2**32), total=st.integers(1, 6), actions=st.lists(st.sampled_from(ACTIONS), max_size=40))
 def test_complete_means_verified_when_anything_interleaves(seed: int, total: int, actions: list[str]) -> None:
     """Goal: TX-1 and TX-2.
@@ -189,66 +256,14 @@ def test_complete_means_verified_when_anything_interleaves(seed: int, total: int
     remembers which block was verified; then everything left is delivered, and the session must be complete with exactly
     the demanded set, or ended.
     """
-    rng, now = random.Random(seed), 0.0
-    session = PullSession(KEY, PEER, FIRST, total, CREDIT_S)
-    verified: set[int] = set()
-    flying: set[int] = set()
-    bad_reads: dict[int, int] = {}
-    offered = 0
-
-    def take(outcome: list[BlockPull] | SessionFailure) -> None:
-        if isinstance(outcome, list):
-            indexes = pulls_of(outcome)
-            assert not flying & set(indexes)
-            assert not verified & set(indexes)
-            flying.update(indexes)
-
-    def step(action: str) -> None:
-        nonlocal offered
-        was_open = session.is_open
-        if action == "offer":
-            offered = rng.randint(offered, total)
-            take(session.on_offer(make_offer(offered, total), now))
-        elif action == "old_offer":
-            take(session.on_offer(make_offer(rng.randint(0, offered), total, is_final=False), now))
-        elif action == "older_attempt":
-            take(session.on_offer(make_offer(total, total, attempt=Attempt(0)), now))
-        elif action == "garbage" and offered > 0 and rng.random() < 0.2:
-            take(session.on_offer(make_offer(total, total, digests=(BlockDigest(1),) * total), now))
-        elif action in ("verified", "bad") and flying:
-            indexes = rng.sample(sorted(flying), rng.randint(1, len(flying)))
-            flying.difference_update(indexes)
-            if action == "verified":
-                verified.update(indexes if was_open else [])
-                session.on_verified(indexes)
-            else:
-                for index in indexes:
-                    bad_reads[index] = bad_reads.get(index, 0) + 1
-                take(session.on_bad(indexes, "bad"))
-        elif action == "cancel" and rng.random() < 0.2:
-            session.cancel()
-        elif action == "expire" and rng.random() < 0.2:
-            session.expire(session.deadline_s)
-        if not was_open:
-            assert not session.is_open
-
-    def agree() -> None:
-        session.check()
-        assert session.in_flight == len(flying)
-        assert session.num_verified_prefix == next(i for i in range(total + 1) if i not in verified)
-        if session.is_complete:
-            assert verified == set(range(total))
-            assert not flying
-
+    model = Model(seed, total)
     for action in actions:
-        now += rng.random() * 0.05
-        step(action)
-        agree()
-    offered = total
+        model.step(action)
+    model.offered = total
     for action in ["offer", *["verified"] * 40]:
-        step(action)
-        agree()
+        model.step(action)
+    session = model.session
     assert session.in_flight == 0
     assert not session.is_open
     if session.state is SessionState.FAILED and session.failure and session.failure.kind == "transfer_failed":
-        assert max(bad_reads.values(), default=0) > 1 or "ended before" in session.failure.reason
+        assert max(model.bad_reads.values(), default=0) > 1 or "ended before" in session.failure.reason
