@@ -59,6 +59,14 @@ def _launcher() -> "Launcher":
     return RayLauncher()
 
 
+def report(line: str) -> None:
+    """Print a line. Who reads may be gone (a closed terminal or pipe); what is being started or ended goes on."""
+    try:
+        click.echo(line)
+    except OSError:
+        return
+
+
 def _store() -> "StateStore":
     from cluster.state import StateStore
 
@@ -83,24 +91,25 @@ def up(file: Path, overrides: tuple[str, ...], detach: bool) -> None:
     """Start the cluster that FILE describes and serve until Ctrl-C."""
     from cluster.cli_prepare import prepare, require_free_port
     from cluster.cli_signals import interruptible
-    from cluster.cli_up import start_and_wait, take_down, watch
+    from cluster.cli_up import require_absent, start_and_wait, take_down, watch
     from cluster.state import process_ref
 
     with interruptible():
         prepared = prepare(file, overrides)
-        require_free_port(prepared)
-        click.echo(prepared.describe())
         launcher, store, timer = _launcher(), _store(), SystemTimer()
+        require_absent(store, prepared.config.name)
+        require_free_port(prepared)
+        report(prepared.describe())
         waiting = None if detach else process_ref(os.getpid(), "pdcluster up")
-        record = start_and_wait(prepared, launcher, store, timer, click.echo, up=waiting)
+        record = start_and_wait(prepared, launcher, store, timer, report, up=waiting)
         if detach:
             return
         try:
-            click.echo("serving; Ctrl-C ends it")
-            watch(record, launcher, store, timer, click.echo)
+            report("serving; Ctrl-C ends it")
+            watch(record, launcher, store, timer, report)
         except KeyboardInterrupt:
             with store.lock(record.name):
-                take_down(record, launcher, store, click.echo)
+                take_down(record, launcher, store, report)
 
 
 @main.command()
@@ -112,7 +121,7 @@ def down(name: str | None) -> None:
     store = _store()
     record = store.find(name)
     with store.lock(record.name):
-        take_down(record, _launcher(), store, click.echo)
+        take_down(record, _launcher(), store, report)
 
 
 @main.command()

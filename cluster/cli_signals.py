@@ -1,7 +1,7 @@
 """When a signal may interrupt a command, and when it has to wait. Main thread only. Knows nothing about clusters."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -12,20 +12,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    """SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does."""
+    with _handled(_interrupt, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
 def uninterruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM do nothing: what runs inside has its own deadlines and must come to its end."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """No such signal does anything: what runs inside has its own deadlines and must come to its end."""
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: int) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -84,7 +84,7 @@ def start_and_wait(
     """
     name = prepared.config.name
     with store.lock(name):
-        _require_absent(store, name)
+        require_absent(store, name)
         started_s = timer.now()
         (store.directory(name) / EFFECTIVE_CONFIG_FILE).write_text(effective_config(prepared.config))
         record = replace(launcher.start(prepared, store, report), up=up)
@@ -98,7 +98,8 @@ def start_and_wait(
     return record
 
 
-def _require_absent(store: StateStore, name: str) -> None:
+def require_absent(store: StateStore, name: str) -> None:
+    """Forget a cluster of that name whose processes are gone. Raises ClusterError when it runs."""
     existing = store.read(name)
     if existing is None:
         return

@@ -31,6 +31,7 @@ from prefill.handoff import Handoff
 
 PREFILLS_WAITING_MAX = 1024
 """Prompts queued at one prefill worker; more are refused as overloaded."""
+LEASE_ENDED = "the lease ended before the reader took the blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,7 @@ class PrefillWorker:
             handoff = self._handoffs.get(lease.request_id)
             if handoff is not None and handoff.lease_id == lease.lease_id:
                 self._end(handoff)
-                self._give_up(handoff, "transfer_failed", "the lease ended before the reader took the blocks")
+                self._give_up(handoff, "transfer_failed", LEASE_ENDED)
         for handoff in [h for h in self._handoffs.values() if h.deadline_s <= now]:
             self._cancel(handoff.request_id, handoff.attempt)
             self._give_up(handoff, "overloaded", "the request's deadline passed before its prompt was computed")
@@ -227,7 +228,10 @@ class PrefillWorker:
             row = progress.sequence.row
             assert row is not None, f"{progress.sequence.name} progressed without a row"
             blocks = self._scheduler.table.row_blocks(row)[handoff.num_offered : num_final]
-            self._lease(handoff, blocks, now)
+            if not self._lease(handoff, blocks, now):
+                self._cancel(handoff.request_id, handoff.attempt)
+                self._give_up(handoff, "transfer_failed", LEASE_ENDED)
+                return
             handoff.append(blocks, self._digests(blocks))
             self._counters["pdcluster_blocks_offered_total"] += len(blocks)
             offer = handoff.offer(
@@ -242,15 +246,16 @@ class PrefillWorker:
             self._counters["pdcluster_prefill_prompts_total"] += 1
             self._end(handoff)
 
-    def _lease(self, handoff: Handoff, blocks: list[BlockId], now: float) -> None:
+    def _lease(self, handoff: Handoff, blocks: list[BlockId], now: float) -> bool:
+        """Pin blocks under the handoff's lease, renewed by the way. False, and nothing changed, when it has ended."""
         if handoff.lease_id is None:
-            lease = self._leases.grant(handoff.request_id, handoff.attempt, now)
-            handoff.lease_id = lease.lease_id
+            handoff.lease_id = self._leases.grant(handoff.request_id, handoff.attempt, now).lease_id
             self._counters["pdcluster_leases_granted_total"] += 1
-        else:
-            self._leases.renew(handoff.lease_id, now)
+        if not self._leases.renew(handoff.lease_id, now):
+            return False
         self._pool.acquire(blocks)
-        self._leases.extend(handoff.lease_id, blocks)
+        assert self._leases.extend(handoff.lease_id, blocks), "KV-4: a renewed lease did not take blocks"
+        return True
 
     def _digests(self, blocks: list[BlockId]) -> list[BlockDigest]:
         missing = [b for b in blocks if self._pool.digest(b) is None]
