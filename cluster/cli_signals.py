@@ -12,8 +12,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does."""
-    with _handled(_interrupt, signal.SIGTERM, signal.SIGHUP):
+    """SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C does; `nohup` keeps its meaning."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    with _handled(_interrupt, *(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)):
         yield
 
 

@@ -23,8 +23,6 @@ from cluster.state import ProcessRef, is_alive, process_ref
 from core.config import ClusterConfig
 from core.errors import ClusterError
 
-Report = Callable[[str], None]
-
 HEAD_VARIABLE = "PDCLUSTER_RAY_HEAD"
 PREFILL_RESOURCE = "pdcluster_prefill"
 DECODE_RESOURCE = "pdcluster_decode"
@@ -63,7 +61,7 @@ class RayHead:
     started: tuple[ProcessRef, ...]
 
 
-def start_head(config: ClusterConfig, report: Report) -> RayHead:
+def start_head(config: ClusterConfig, report: Callable[[str], None]) -> RayHead:
     """Start a head large enough for the cluster. Raises ClusterError with Ray's output, leaving nothing behind."""
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="pdc-", dir=base if len(base) <= TEMPORARY_DIRECTORY_CHARS_MAX else "/tmp")
@@ -75,7 +73,7 @@ def start_head(config: ClusterConfig, report: Report) -> RayHead:
         raise
 
 
-def end_head(started: Sequence[ProcessRef], report: Report) -> None:
+def end_head(started: Sequence[ProcessRef], report: Callable[[str], None]) -> None:
     """End the head that these processes belong to, with everything that it started. Idempotent."""
     living = [process for process in started if is_alive(process)]
     directories = {directory for process in living if (directory := _head_of(process.pid))}
@@ -96,7 +94,7 @@ def find_processes(directory: str) -> list[ProcessRef]:
     return [ref for ref in refs if ref is not None]
 
 
-def _start(config: ClusterConfig, directory: Path, report: Report) -> RayHead:
+def _start(config: ClusterConfig, directory: Path, report: Callable[[str], None]) -> RayHead:
     host = config.ray.node_ip_address
     ports, process_ports = _choose_ports(config)
     workers = {PREFILL_RESOURCE: config.prefill.workers, DECODE_RESOURCE: config.decode.workers}
@@ -198,7 +196,7 @@ def _describe(pid: int) -> str:
     return f"ray {name}"
 
 
-def _end(remaining: Callable[[], list[ProcessRef]], report: Report) -> None:
+def _end(remaining: Callable[[], list[ProcessRef]], report: Callable[[str], None]) -> None:
     processes: list[ProcessRef] = []
     for signal_number, wait_s in ((signal.SIGTERM, TERM_WAIT_S), (signal.SIGKILL, KILL_WAIT_S)):
         deadline_s = time.monotonic() + wait_s

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.actors import ControllerHost, RouterActor, WorkerActor, pack
 from cluster.controller import Controller, RecordFile
-from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, Report, end_head, start_head
+from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, end_head, start_head
 from cluster.reconcile import MemberId, Target, wanted_workers
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
 from cluster.state import ProcessRef, is_alive
@@ -40,7 +40,7 @@ from core.ids import Epoch, WorkerId
 from core.link_grpc import GrpcDialer
 
 CONTROLLER_NAME = "controller"
-RECORD_FILE = "controller.json"
+CONTROLLER_FILE = "controller.json"
 PLACEMENT_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 10.0
@@ -80,7 +80,7 @@ class ControllerActor(ControllerHost):
                 runtime=RayRuntime(name, target.config, Path(log_dir)),
                 clock=SystemClock(),
                 dialer=GrpcDialer(),
-                record=RecordFile(Path(directory) / RECORD_FILE, target.config.name),
+                record=RecordFile(Path(directory) / CONTROLLER_FILE, target.config.name),
             )
 
         super().__init__(build, Path(log_dir))
@@ -231,7 +231,9 @@ def _find_actor(name: str, namespace: str) -> Any:
 # ---- a whole cluster -------------------------------------------------------------------------------------------------
 
 
-def start_cluster(config: ClusterConfig, model_path: Path, directory: Path, report: Report) -> ClusterHandle:
+def start_cluster(
+    config: ClusterConfig, model_path: Path, directory: Path, report: Callable[[str], None]
+) -> ClusterHandle:
     """Start Ray if needed, reserve room for the workers, start the controller, which starts all else. Returns soon.
 
     `directory` keeps the controller's record and, in `logs`, what the actors log. Raises ClusterError, with nothing
@@ -257,7 +259,7 @@ def start_cluster(config: ClusterConfig, model_path: Path, directory: Path, repo
         raise ClusterError(name=config.name, problem=f"is running already in the Ray cluster at {handle.ray_address}")
     try:
         _place(config, namespace)
-        (directory / RECORD_FILE).unlink(missing_ok=True)
+        (directory / CONTROLLER_FILE).unlink(missing_ok=True)
         log_dir = directory / "logs"
         actor = ray.remote(ControllerActor).options(
             name=CONTROLLER_NAME, namespace=namespace, lifetime="detached", max_restarts=-1, num_cpus=0,
@@ -283,7 +285,7 @@ def cluster_status(handle: ClusterHandle) -> dict[str, Any]:
     return status
 
 
-def wait_ready(handle: ClusterHandle, timeout_s: float, report: Report) -> dict[str, Any]:
+def wait_ready(handle: ClusterHandle, timeout_s: float, report: Callable[[str], None]) -> dict[str, Any]:
     """The status once every member listens. Raises ClusterError when the cluster failed or time is up."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -298,7 +300,7 @@ def wait_ready(handle: ClusterHandle, timeout_s: float, report: Report) -> dict[
         time.sleep(READY_POLL_S)
 
 
-def stop_cluster(handle: ClusterHandle, report: Report) -> None:
+def stop_cluster(handle: ClusterHandle, report: Callable[[str], None]) -> None:
     """End every process of the cluster, and the Ray head if we started it. Idempotent."""
     if handle.started and not any(is_alive(process) for process in handle.started):
         return
@@ -314,7 +316,7 @@ def stop_cluster(handle: ClusterHandle, report: Report) -> None:
         end_head(handle.started, report)
 
 
-def _end_actors(handle: ClusterHandle, report: Report) -> None:
+def _end_actors(handle: ClusterHandle, report: Callable[[str], None]) -> None:
     controller = _find_actor(handle.controller, handle.namespace)
     if controller is not None:
         try:

@@ -89,14 +89,14 @@ class CpuAttention:
         return CpuMetadata(slot_rows=self._cache.slot_rows(slots), pieces=tuple(pieces))
 
     def _groups(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
-        """Half-open ranges of sequences that make one piece: at most twice as many padded blocks as real ones."""
+        """Half-open ranges of sequences that make one piece: at most half as many masked blocks as real ones."""
         block_bytes = 2 * self._block_size * self._kv_heads * self._head_dim * 4
         first, widest, total = 0, 0, 0
         for index in range(len(counts)):
             blocks = int(num_blocks[index])
             width = max(widest, blocks)
             padded = width * (index + 1 - first)
-            joins = counts[index] == 1 and counts[first] == 1 and padded <= 2 * (total + blocks)
+            joins = counts[index] == 1 and counts[first] == 1 and 2 * padded <= 3 * (total + blocks)
             if index > first and not (joins and padded * block_bytes <= self._bytes_max):
                 yield first, index
                 first, width, total = index, blocks, 0

@@ -162,6 +162,8 @@ def test_epoch_is_on_disk_when_a_start_begins(tmp_path: Path) -> None:
 
 
 def test_new_controller_adopts_what_runs_when_the_old_one_is_lost(tmp_path: Path) -> None:
+    """CL-2: what runs is not touched."""
+
     async def body() -> None:
         bench = Bench(tmp_path)
         await bench.steps(3)
@@ -195,6 +197,8 @@ def test_old_epoch_is_never_reused_when_controller_dies_between_record_and_act(t
 
 
 def test_nothing_changes_when_the_runtime_does_not_answer(tmp_path: Path) -> None:
+    """CL-2: losing Ray's head is no reason to stop anything."""
+
     async def body() -> None:
         bench = Bench(tmp_path)
         await bench.steps(3)

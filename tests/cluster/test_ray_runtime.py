@@ -6,6 +6,7 @@ worker fails to start; what a worker does with a model is tested elsewhere.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def wait_until(handle: ClusterHandle, is_reached: Callable[[dict[str, Any]], boo
             status = {"workers": [], "routers": []}
         if status["routers"] and is_reached(status):
             return status
-        time.sleep(POLL_S)
+        threading.Event().wait(POLL_S)  # other processes have to move
     raise AssertionError(f"not reached within {TIMEOUT_S} s: {status}")
 
 
@@ -79,6 +80,7 @@ def test_router_serves_and_worker_failure_is_told_when_the_model_has_no_weights(
 
 
 def test_router_runs_on_and_epochs_stay_when_the_controller_is_killed(handle: ClusterHandle) -> None:
+    """CL-2."""
     before = wait_until(handle, lambda status: status["routers"][0]["status"] is not None)
     os.kill(before["controller"]["pid"], signal.SIGKILL)
     after = wait_until(

@@ -112,6 +112,7 @@ def test_every_member_runs_exactly_once_when_loop_goes_on_from_any_state(
 def test_result_is_the_same_when_actions_are_applied_twice(
     running: dict[tuple[MemberId, Epoch], bool], record: dict[MemberId, MemberState], now: float
 ) -> None:
+    """CL-1."""
     once, twice = FakeProcesses(running), FakeProcesses(running)
     decision = decide(TARGET, record, once.observe(), now)
     once.apply(decision.actions)

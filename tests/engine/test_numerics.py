@@ -1,0 +1,79 @@
+"""Policies of matrix products: which dtype, which padding, and what happens where no product is row-exact."""
+
+import pytest
+import torch
+
+import engine.numerics as numerics_module
+from core.errors import NumericsError
+from engine.numerics import NARROW_ROWS_MAX, Kernel, Product, choose_exact, choose_fast
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+
+
+def _drifting(period: int) -> object:
+    """A kernel maker whose results depend on the number of rows modulo `period` (0: on the number itself)."""
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
+        def run(inputs: torch.Tensor) -> torch.Tensor:
+            rows = len(inputs) % period if period else len(inputs)
+            return inputs @ weight.T + 0.001 * rows
+
+        return run
+
+    return make
+
+
+def _replace_kernels(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    monkeypatch.setattr(numerics_module, "_packed", _drifting(period))
+    monkeypatch.setattr(numerics_module, "_plain", _drifting(period))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_equals_linear_when_rows_are_few_or_many(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype)
+    numerics = choose_fast(dtype, CPU)
+    product = Product(weight, bias, numerics)
+    for rows in (1, 2, 3, 17):
+        inputs = torch.randn(rows, 24, generator=generator).to(numerics.step_dtype(rows))
+        wanted = inputs.double() @ weight.double().T + bias.double()
+        tolerance = 1e-4 if inputs.dtype == torch.float32 else 0.15
+        torch.testing.assert_close(product(inputs).double(), wanted, atol=tolerance, rtol=0)
+
+
+def test_exact_products_give_a_row_equal_bits_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, inputs = torch.randn(100, 52, generator=generator), torch.randn(70, 52, generator=generator)
+    product = Product(weight, None, choose_exact(torch.float32, CPU, [(100, 52)]))
+    whole = product(inputs)
+    for rows in range(1, 70):
+        assert torch.equal(product(inputs[:rows].contiguous()), whole[:rows])
+
+
+def test_bfloat16_runs_few_rows_narrow_and_many_wide_when_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics_module, "has_native_bfloat16", lambda device: False)
+    fast = choose_fast(torch.bfloat16, CPU)
+    assert fast.step_dtype(NARROW_ROWS_MAX) == torch.bfloat16
+    assert fast.step_dtype(NARROW_ROWS_MAX + 1) == torch.float32
+    exact = choose_exact(torch.bfloat16, CPU, [(16, 8)])
+    assert exact.step_dtype(1) == torch.float32
+
+
+def test_bfloat16_runs_in_one_dtype_when_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics_module, "has_native_bfloat16", lambda device: True)
+    fast = choose_fast(torch.bfloat16, CPU)
+    assert {fast.step_dtype(rows) for rows in (1, 2, 3, 512)} == {torch.bfloat16}
+
+
+def test_exact_pads_rows_when_the_kernel_needs_a_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    _replace_kernels(monkeypatch, 8)
+    assert choose_exact(torch.float32, CPU, [(16, 8)]).row_unit == 8
+
+
+def test_exact_is_refused_when_no_padding_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _replace_kernels(monkeypatch, 0)
+    with pytest.raises(NumericsError, match="numerics: fast"):
+        choose_exact(torch.float32, CPU, [(16, 8)])

@@ -1,0 +1,56 @@
+"""The measurements run and account for the whole step; how fast anything is, is not tested here."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine import profile
+from engine.runner import TorchRunner
+from tests.engine.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def runner() -> TorchRunner:
+    model = make_tiny_model()
+    return TorchRunner(
+        model.config,
+        model.weights,
+        dtype="float32",
+        device=torch.device("cpu"),
+        block_size=16,
+        num_blocks=32,
+        max_model_len=64,
+        numerics="fast",
+        threads=1,
+    )
+
+
+def test_report_has_every_case_and_positive_times(runner: TorchRunner) -> None:
+    result = profile.report(runner, make_tiny_model().config, context=20, repeats=1)
+    assert {"decode_1_float32", "decode_16_float32", "prefill_float32"} <= set(result)
+    for case in result.values():
+        assert all(value > 0 for value in case.values())
+
+
+def test_kinds_add_up_to_the_step_and_leave_the_model_as_it_was(runner: TorchRunner) -> None:
+    plan = profile.prefill_plan(runner, 20)
+    before = runner.logits(plan)
+    layers, attend = runner.model.layers, runner.model.attention.attend
+    kinds = profile.time_by_kind(runner, plan, 1)
+    total = kinds.pop("total")
+    assert set(kinds) == {"qkv", "attention", "output", "gate_up", "down", "head", "other"}
+    assert sum(kinds.values()) == pytest.approx(total)
+    assert runner.model.layers is layers and runner.model.attention.attend == attend
+    assert torch.equal(runner.logits(plan), before)
+
+
+def test_decode_plan_gives_streams_blocks_of_their_own(runner: TorchRunner) -> None:
+    plan = profile.decode_plan(runner, 16, 20)
+    assert len(np.unique(plan.block_tables)) == plan.block_tables.size
+    assert plan.num_tokens == 16 and (plan.context_lengths == 20).all()
+
+
+def test_read_bandwidth_is_positive() -> None:
+    assert profile.read_bandwidth(1 << 20, 1) > 0
