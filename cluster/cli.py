@@ -59,7 +59,7 @@ def _launcher() -> "Launcher":
     return RayLauncher()
 
 
-def report(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line. Who reads may be gone (a closed terminal or pipe); what is being started or ended goes on."""
     try:
         click.echo(line)
@@ -99,17 +99,17 @@ def up(file: Path, overrides: tuple[str, ...], detach: bool) -> None:
         launcher, store, timer = _launcher(), _store(), SystemTimer()
         require_absent(store, prepared.config.name)
         require_free_port(prepared)
-        report(prepared.describe())
+        print_line(prepared.describe())
         waiting = None if detach else process_ref(os.getpid(), "pdcluster up")
-        record = start_and_wait(prepared, launcher, store, timer, report, up=waiting)
+        record = start_and_wait(prepared, launcher, store, timer, print_line, up=waiting)
         if detach:
             return
         try:
-            report("serving; Ctrl-C ends it")
-            watch(record, launcher, store, timer, report)
+            print_line("serving; Ctrl-C ends it")
+            watch(record, launcher, store, timer, print_line)
         except KeyboardInterrupt:
             with store.lock(record.name):
-                take_down(record, launcher, store, report)
+                take_down(record, launcher, store, print_line)
 
 
 @main.command()
@@ -121,7 +121,7 @@ def down(name: str | None) -> None:
     store = _store()
     record = store.find(name)
     with store.lock(record.name):
-        take_down(record, _launcher(), store, report)
+        take_down(record, _launcher(), store, print_line)
 
 
 @main.command()

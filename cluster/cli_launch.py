@@ -14,7 +14,7 @@ from cluster.state import ClusterRecord, StateStore
 if TYPE_CHECKING:
     from cluster.ray_runtime import ClusterHandle
 
-READY_TIMEOUT_S = 5.0
+READY_CALL_TIMEOUT_S = 5.0
 
 
 class RayLauncher:
@@ -55,7 +55,7 @@ class RayLauncher:
         import httpx
 
         try:
-            return httpx.get(f"{url}/ready", timeout=READY_TIMEOUT_S, trust_env=False).is_success
+            return httpx.get(f"{url}/ready", timeout=READY_CALL_TIMEOUT_S, trust_env=False).is_success
         except httpx.HTTPError:
             return False
 

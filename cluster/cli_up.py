@@ -54,7 +54,7 @@ class Timer(Protocol):
         ...
 
 
-class Progress:
+class ProgressLines:
     """Turns successive states of a cluster into one line per change."""
 
     def __init__(self, now: float) -> None:
@@ -113,7 +113,7 @@ def _wait_until_ready(
     record: ClusterRecord, launcher: Launcher, store: StateStore, timer: Timer, report: Report
 ) -> ClusterRecord:
     deadline_s = timer.now() + READY_TIMEOUT_S
-    progress = Progress(timer.now())
+    progress = ProgressLines(timer.now())
     while timer.now() < deadline_s:
         status = build_status(launcher.status(record))
         for line in progress.lines(status, timer.now()):
@@ -121,7 +121,8 @@ def _wait_until_ready(
         if status["state"] == "failed":
             raise ClusterError(name=record.name, problem=f"{status['reason']}. Logs: {record.log_dir}")
         urls = tuple(status["urls"])
-        if status["state"] == "ready" and urls and all(launcher.is_ready(url) for url in urls):
+        is_heard = status["state"] == "ready" and all(worker["state"] == "ready" for worker in status["workers"])
+        if is_heard and urls and all(launcher.is_ready(url) for url in urls):
             record = replace(record, urls=urls)
             store.write(record)
             return record
@@ -132,7 +133,7 @@ def _wait_until_ready(
 
 def watch(record: ClusterRecord, launcher: Launcher, store: StateStore, timer: Timer, report: Report) -> None:
     """Report every change until another command ends the cluster, or its processes are gone (ClusterError)."""
-    progress = Progress(timer.now())
+    progress = ProgressLines(timer.now())
     progress.lines(build_status(launcher.status(record)), timer.now())
     while store.read(record.name) == record:
         if is_stale(record):

@@ -1,6 +1,7 @@
-"""The in-process runtime: workers and links of one cluster in one process and on one clock.
+"""The workers of one cluster in one process and on one clock. `cluster.local_runtime` adds routers and the seam that a
+controller acts through.
 
-Real planner, pool, leases, sessions, workers, router; in-memory links and transport; any runner. Tests and the
+Real planner, pool, leases, sessions and workers; in-memory links and transport; any runner. Tests and the
 simulator run on it, and a single colocated decode worker of it is the oracle for every disaggregated answer. Knows
 nothing about processes, Ray or HTTP; imports no torch.
 """
@@ -42,7 +43,7 @@ class LocalCluster:
         executor: Executor | None = None,
     ) -> None:
         """`executor` (of one thread): where steps run, for runners that take long; None: on the loop."""
-        self._config = config
+        self.config = config
         self._model = model
         self._make_runner = make_runner
         self._clock = clock
@@ -51,12 +52,13 @@ class LocalCluster:
         self._executor = executor
         self.workers: dict[WorkerId, Worker] = {}
         self._tasks: dict[WorkerId, list[asyncio.Task[None]]] = {}
+        self._failures: list[BaseException] = []
 
     def start(self) -> WorkerSet:
         """Start every worker the configuration asks for; what a controller would tell the routers."""
         counts: list[tuple[Role, int]] = [
-            ("prefill", self._config.prefill.workers),
-            ("decode", self._config.decode.workers),
+            ("prefill", self.config.prefill.workers),
+            ("decode", self.config.decode.workers),
         ]
         for role, count in counts:
             for index in range(count):
@@ -82,6 +84,11 @@ class LocalCluster:
         ]
         return WorkerSet(workers=tuple(addresses))
 
+    def failure(self, worker_id: WorkerId) -> BaseException | None:
+        """What broke a worker's step or heartbeat; None while both go on."""
+        broken = (task.exception() for task in self._tasks[worker_id] if task.done() and not task.cancelled())
+        return next((error for error in broken if error is not None), None)
+
     async def kill_worker(self, worker_id: WorkerId) -> None:
         """End a worker as SIGKILL would: no message, no cleanup, its memory unreadable."""
         worker = self.workers.pop(worker_id)
@@ -92,22 +99,30 @@ class LocalCluster:
                 link.lose()
         await self._end_tasks(worker_id)
 
+    async def stop_worker(self, worker_id: WorkerId) -> None:
+        """End a worker in order: its step first, then its links and its transport."""
+        worker = self.workers.pop(worker_id)
+        self._network.stop_listening(worker_id)
+        await self._end_tasks(worker_id)
+        for link in self._network.links:
+            if link.peer == worker_id:
+                await link.close("the worker stopped")
+        worker.close()
+
     async def close(self) -> None:
-        """End everything; raises what a worker's task failed with."""
+        """End everything; raises what the task of any worker failed with first, of those that ended before too."""
         for worker_id in list(self.workers):
-            self._network.stop_listening(worker_id)
-            await self._end_tasks(worker_id)
-            self.workers[worker_id].close()
+            await self.stop_worker(worker_id)
         await self._network.close()
+        if self._failures:
+            raise self._failures[0]
 
     async def _end_tasks(self, worker_id: WorkerId) -> None:
         tasks = self._tasks.pop(worker_id)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        self._failures += [result for result in results if isinstance(result, Exception)]
 
     def _build(self, identity: WorkerIdentity) -> tuple[Worker, Inbox]:
         runner, view = self._make_runner(identity)
@@ -117,7 +132,7 @@ class LocalCluster:
         transport = MemoryTransport(self._fabric, peer, region)
         digester = BlockDigester(view, block_bytes)
         handshake = build_handshake(
-            self._config,
+            self.config,
             self._model,
             num_blocks=runner.num_blocks,
             transport=transport.name,
@@ -125,7 +140,7 @@ class LocalCluster:
         )
         worker = build_worker(
             identity,
-            self._config,
+            self.config,
             self._model,
             runner=runner,
             handshake=handshake,

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 
 from core.clock import Clock
 from core.errors import LinkClosedError, LinkOverflowError
-from core.ids import RouterId
+from core.ids import Epoch, RouterId
 from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Link
 from core.messages import HEARTBEAT_S, AnyMessage, FromWorker, Hello, Reject, ToWorker, Welcome, WorkerStatus
@@ -63,6 +63,7 @@ class Doorway:
         self._inbox = inbox
         self._clock = clock
         self._links: dict[RouterId, Link] = {}
+        self._epochs: dict[RouterId, Epoch] = {}
         self._status = status
         self._status_s = clock.now()
 
@@ -71,15 +72,17 @@ class Doorway:
         hello = await self._greet(link)
         if hello is None:
             return
-        older = self._links.get(hello.sender)
+        older, self._links[hello.sender] = self._links.get(hello.sender), link
+        self._epochs[hello.sender] = hello.epoch
         if older is not None:
             self._inbox.put(hello.sender, [None])
             await older.close("replaced by a newer link of the same sender")
-        self._links[hello.sender] = link
         try:
             link.send([self._welcome, self._status])
             while True:
                 frame = await link.receive()
+                if self._links.get(hello.sender) is not link:  # what a replaced link still brings is nobody's
+                    return
                 self._inbox.put(hello.sender, [m for m in frame if not isinstance(m, Hello)])  # type: ignore[misc]
         except (LinkClosedError, LinkOverflowError):
             if self._links.get(hello.sender) is link:
@@ -100,6 +103,8 @@ class Doorway:
                 f"{hello.sender} speaks protocol {hello.protocol_min} to {hello.protocol_max}, "
                 f"{self._welcome.worker} speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION_MAX}"
             )
+        elif hello.sender in self._links and hello.epoch < self._epochs[hello.sender]:
+            reason = f"epoch {self._epochs[hello.sender]} of {hello.sender} is connected, this one is {hello.epoch}"
         else:
             return hello
         link.send([Reject(reason=reason)])

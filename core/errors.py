@@ -5,7 +5,7 @@ Knows nothing about HTTP bodies: `http_status` and `error_type` are facts that t
 but the standard library, so that a worker, a router and a test can share it without any other part of the project.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class PdclusterError(Exception):
@@ -97,6 +97,19 @@ class TransferFailedError(PdclusterError):
     error_type = "ServiceUnavailable"
     retryable = True
     retry_after_s = 1
+
+
+class TierFilesError(PdclusterError):
+    """A tier's file '{file}': {operation} failed: {cause}."""
+
+    retryable = True
+
+    def __init__(
+        self, *, file: str, operation: str, cause: str, kind: Literal["missing", "full", "failed"] = "failed"
+    ) -> None:
+        """`missing`: there is no such file; `full`: the disk has no room; `failed`: anything else."""
+        super().__init__(file=file, operation=operation, cause=cause, kind=kind)
+        self.kind = kind
 
 
 class DeadlineExceededError(PdclusterError):

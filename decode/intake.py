@@ -3,63 +3,29 @@ pool.
 
     Submit -> (waits for credit) -> Credit -> first Offer: blocks are bound -> reads -> verified -> committed -> ready
 
-Credit is a promise in numbers; blocks are bound at the first offer. A block enters the pool's index only after its
-digest was verified (KV-5), and a request is ready only when every demanded block is (TX-1). Destinations of a read
-that was given up stay bound until the puller says that nothing can write them any more. Pure but for the puller
-behind its seam. Knows nothing about sampling or steps.
+A request that waits for credit holds nothing. Credit is a promise in numbers; blocks are bound at the first offer. A
+block enters the pool's index only after its digest was verified (KV-5), and a request is ready only when every demanded
+block is (TX-1). Destinations of a read that was given up stay bound until the puller says that nothing can write them
+any more. Pure but for the puller behind its seam. Knows nothing about sampling or steps.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, RouterId, WorkerId
-from core.messages import Credit, FromWorker, Offer, PullDone, Refused, Renew, Submit
+from core.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
+from core.messages import Credit, FromWorker, Offer, PullDone, Refused, Renew
 from core.request import AttemptKey
+from decode.reception import Ready, Reception
 from engine.kv.pool import BlockPool
-from kvtransfer.puller import BlockPuller, PullJob, PullResult
-from kvtransfer.session import BlockPull, PullSession, SessionFailure
+from kvtransfer.puller import READ_TIMEOUT_S, BlockPuller, PullJob, PullResult
+from kvtransfer.session import RENEW_FRACTION, BlockPull, PullSession, SessionFailure
 from kvtransfer.transport.base import Peer
 
 CREDITS_WAITING_MAX = 1024
 """Requests that wait for credit at one decode worker; more are refused as overloaded."""
 
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Reception:
-    """One try at one request until it is ready to decode, and after a failure until its destinations are quiescent."""
-
-    submit: Submit
-    router: RouterId
-    hashes: list[BlockHash]
-    """Of the demanded blocks."""
-    held: list[BlockId]
-    """Leading demanded blocks that were here already, referenced."""
-    received_s: float
-    deadline_s: float
-    session: PullSession | None = None
-    targets: list[BlockId] = field(default_factory=list)
-    num_reserved: int = 0
-    offer: Offer | None = None
-    """The latest offer, kept while no blocks could be bound for it."""
-    offered_final_s: float | None = None
-    num_bytes: int = 0
-    read_s: float = 0.0
-
-    @property
-    def key(self) -> AttemptKey:
-        return AttemptKey(request_id=self.submit.request_id, attempt=self.submit.attempt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A request whose demanded blocks are all here; the references of `blocks` go to the receiver."""
-
-    submit: Submit
-    router: RouterId
-    hashes: list[BlockHash]
-    blocks: list[BlockId]
-    received_s: float
+READ_HOPELESS_S = 1.5 * READ_TIMEOUT_S
+"""A read whose end was not reported by then fails its attempt; its destinations stay bound until the report."""
 
 
 class Intake:
@@ -114,9 +80,11 @@ class Intake:
             self._waiting.append(reception)
 
     def attempt_of(self, request_id: RequestId) -> Attempt | None:
-        """The attempt that waits or pulls here."""
+        """The attempt that waits or pulls here, or the latest whose reads have not ended."""
         reception = self._find(request_id)
-        return reception.submit.attempt if reception is not None else None
+        if reception is not None:
+            return reception.submit.attempt
+        return max((key.attempt for key in self._abandoned if key.request_id == request_id), default=None)
 
     def cancel(self, request_id: RequestId) -> None:
         """Give up a request without an answer. Idempotent."""
@@ -149,19 +117,31 @@ class Intake:
 
     # ---- credit ----------------------------------------------------------------------------------------------------
 
-    def _grant_credits(self, now: float) -> None:
-        """First come, first served: a promise is made only for blocks that are neither used nor promised."""
+    def _grant_credits(self, now: float, headroom: int) -> None:
+        """First come, first served: a promise is made only for blocks that are neither used nor promised, less
+        `headroom` for those who run to grow into.
+        """
+        promised = sum(r.num_reserved for r in self._active.values()) + headroom
         while self._waiting:
             reception = self._waiting[0]
-            num_pull = len(reception.hashes) - len(reception.held)
-            needed = num_pull + reception.submit.request.num_children
-            promised = sum(r.num_reserved for r in self._active.values())
+            held = self._pool.acquire_prefix(reception.hashes)
+            # A prompt that fills the pool leaves no block to every child: they run one after the other.
+            needed = len(reception.hashes) - len(held) + reception.submit.request.num_children
+            needed = min(needed, self._pool.num_blocks - len(held))
             if self._pool.num_available - promised < needed:
+                self._pool.release(held)
                 return
             self._waiting.popleft()
+            reception.held = held
+            self._grant(reception, needed, now)
+            promised += needed
+
+    def _grant(self, reception: Reception, num_reserved: int, now: float) -> None:
+        num_pull = len(reception.hashes) - len(reception.held)
+        if num_pull:
             worker = reception.submit.prefill_worker
             assert worker is not None
-            reception.num_reserved = needed
+            reception.num_reserved = num_reserved
             reception.session = PullSession(
                 key=reception.key,
                 peer=Peer(worker=worker, epoch=self._peers[worker]),
@@ -170,16 +150,16 @@ class Intake:
                 credit_deadline_s=now + self._credit_s,
             )
             self._active[reception.submit.request_id] = reception
-            self._send(
-                reception,
-                Credit(
-                    request_id=reception.submit.request_id,
-                    attempt=reception.submit.attempt,
-                    num_held_blocks=len(reception.held),
-                    num_demanded_blocks=len(reception.hashes),
-                    ttl_s=self._credit_s,
-                ),
-            )
+        else:
+            self._make_ready(reception)
+        credit = Credit(
+            request_id=reception.submit.request_id,
+            attempt=reception.submit.attempt,
+            num_held_blocks=len(reception.held),
+            num_demanded_blocks=len(reception.hashes),
+            ttl_s=self._credit_s,
+        )
+        self._send(reception, credit)
 
     # ---- offers and reads ------------------------------------------------------------------------------------------
 
@@ -198,17 +178,22 @@ class Intake:
         if not reception.targets:
             targets = self._pool.allocate(len(reception.hashes) - len(reception.held))
             if targets is None:
+                if reception.offer is None:
+                    reception.renew_at_s = now + offer.lease_ttl_s * RENEW_FRACTION
                 reception.offer = offer
                 return
             reception.targets = targets
             reception.num_reserved = reception.submit.request.num_children
             session.bind(targets)
         reception.offer = None
+        reception.read_deadline_s = now + READ_HOPELESS_S
         pulls = session.on_offer(offer, now)
         if isinstance(pulls, SessionFailure):
             self._fail(reception, "transfer_failed", pulls.reason)
         elif pulls:
             self._submit(reception, pulls)
+        elif session.is_complete:
+            self._commit(reception, now)
 
     def _submit(self, reception: Reception, pulls: Sequence[BlockPull]) -> None:
         assert reception.session is not None
@@ -240,6 +225,7 @@ class Intake:
         for index in result.verified:
             self._pool.cache(reception.targets[index], reception.hashes[len(reception.held) + index])
         session.on_verified(result.verified)
+        reception.read_deadline_s = now + READ_HOPELESS_S
         if result.bad:
             outcome = session.on_bad(result.bad, result.reason)
             if isinstance(outcome, SessionFailure):
@@ -271,6 +257,9 @@ class Intake:
             read_s=reception.read_s,
         )
         self._send(reception, done)
+        self._make_ready(reception)
+
+    def _make_ready(self, reception: Reception) -> None:
         self._ready.append(
             Ready(
                 submit=reception.submit,
@@ -283,27 +272,44 @@ class Intake:
 
     # ---- time and endings ------------------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> None:
-        """Expiries, renewals, late bindings and credits."""
+    def advance(self, now: float, *, may_grant: bool = True, headroom: int = 0) -> None:
+        """Expiries, renewals, late bindings and, if it may, credits."""
         for reception in [r for r in (*self._waiting, *self._active.values()) if r.deadline_s <= now]:
             self._fail(reception, "overloaded", "the request's deadline passed before its prompt was here")
         for reception in list(self._active.values()):
             session = reception.session
             assert session is not None
             if session.deadline_s <= now:
-                lapsed = session.lease_id is None
-                self.counters["pdcluster_credits_lapsed_total"] += lapsed
-                kind = "credit_lapsed" if lapsed else "transfer_failed"
-                self._fail(
-                    reception, kind, "no offer came in time" if lapsed else "the lease ended before all was read"
-                )
+                self._lapse(reception, session)
+            elif session.in_flight and reception.read_deadline_s <= now:
+                self._fail(reception, "transfer_failed", f"a read did not end within {READ_HOPELESS_S:g} s")
             elif reception.offer is not None:
-                self._take_offer(reception, reception.offer, now)
+                self._take_late_offer(reception, reception.offer, now)
             elif session.lease_id is not None and session.renew_at_s <= now:
                 session.renewed(now)
-                key = reception.key
-                self._send(reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=session.lease_id))
-        self._grant_credits(now)
+                self._renew(reception, session.lease_id)
+        if may_grant:
+            self._grant_credits(now, headroom)
+
+    def _lapse(self, reception: Reception, session: PullSession) -> None:
+        """The credit or the lease has ended."""
+        if session.lease_id is not None:
+            self._fail(reception, "transfer_failed", "the lease ended before all was read")
+            return
+        self.counters["pdcluster_credits_lapsed_total"] += 1
+        problem = "no offer came in time" if reception.offer is None else "the promised blocks did not become free"
+        self._fail(reception, "credit_lapsed", problem)
+
+    def _take_late_offer(self, reception: Reception, offer: Offer, now: float) -> None:
+        """Bind blocks for an offer that came while there were none, or keep its lease alive."""
+        self._take_offer(reception, offer, now)
+        if reception.offer is not None and reception.renew_at_s <= now:
+            reception.renew_at_s = now + offer.lease_ttl_s * RENEW_FRACTION
+            self._renew(reception, offer.lease_id)
+
+    def _renew(self, reception: Reception, lease_id: LeaseId) -> None:
+        key = reception.key
+        self._send(reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=lease_id))
 
     def _fail(self, reception: Reception, kind: str, reason: str) -> None:
         self.counters["pdcluster_pulls_failed_total"] += 1

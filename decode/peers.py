@@ -29,6 +29,9 @@ class PeerTable:
         except IncompatiblePeersError as error:
             return [], [(source, _refused(peer, str(error)))]
         older = [p for p in self._askers if p.worker == peer.worker and p.epoch < peer.epoch]
+        newest = max((p.epoch for p in self._askers if p.worker == peer.worker), default=peer.epoch)
+        if newest > peer.epoch:  # TX-2
+            return [], [(source, _refused(peer, f"epoch {newest} of {peer.worker} is known at {self._worker_id}"))]
         self._askers.setdefault(peer, set()).add(source)
         layout = message.handshake.layout
         self._puller.add_peer(
@@ -36,13 +39,29 @@ class PeerTable:
         )
         return older, []
 
+    def disconnect(self, source: RouterId, peer: Peer) -> bool:
+        """One router has lost a peer. True if no other router counts on it, so that it can be removed."""
+        askers = self._askers.get(peer)
+        if askers is None:
+            return False
+        askers.discard(source)
+        return not askers
+
+    def forget_router(self, source: RouterId) -> None:
+        """A router is gone; the peers that it named stay readable."""
+        for askers in self._askers.values():
+            askers.discard(source)
+
+    def knows(self, peer: Peer) -> bool:
+        """The peer was named and has not been removed since."""
+        return peer in self._askers
+
     def answer(self, result: PeerResult) -> list[tuple[RouterId, FromWorker]]:
         """What to tell whoever asked about a peer."""
         askers = self._askers.get(result.peer, set())
         if result.is_ready:
             ready = PeerReady(worker=result.peer.worker, epoch=result.peer.epoch)
             return [(router, ready) for router in sorted(askers)]
-        self._askers.pop(result.peer, None)
         return [(router, _refused(result.peer, result.reason)) for router in sorted(askers)]
 
     def remove(self, peer: Peer) -> None:

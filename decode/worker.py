@@ -30,8 +30,9 @@ from core.messages import (
     WorkerStatus,
 )
 from core.request import Request
-from decode.intake import Intake, Ready, Reception
+from decode.intake import Intake
 from decode.peers import PeerTable
+from decode.reception import Ready, Reception
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner, StepPlan
 from kvtransfer.plan import num_demanded_blocks
@@ -118,7 +119,9 @@ class DecodeWorker:
         elif isinstance(message, Connect):
             self._on_connect(source, message)
         elif isinstance(message, Disconnect):
-            self._lose_peer(Peer(worker=message.worker, epoch=message.epoch))
+            peer = Peer(worker=message.worker, epoch=message.epoch)
+            if self._peers.disconnect(source, peer):
+                self._lose_peer(peer)
         elif isinstance(message, Drain):
             self._is_draining = True
 
@@ -138,13 +141,9 @@ class DecodeWorker:
         hashes = hash_blocks(demanded, self._block_size, extra_keys=_extra_keys(request))
         held = self._pool.acquire_prefix(hashes)
         if message.prefill_worker is not None and len(held) < num_demanded:
+            self._pool.release(held)
             reception = Reception(
-                submit=message,
-                router=source,
-                hashes=hashes,
-                held=held,
-                received_s=now,
-                deadline_s=now + request.deadline_s,
+                submit=message, router=source, hashes=hashes, received_s=now, deadline_s=now + request.deadline_s
             )
             self._intake.add(reception)
             return
@@ -170,6 +169,8 @@ class DecodeWorker:
         if not request.token_ids or min(request.token_ids) < 0 or max(request.token_ids) >= self._settings.vocab_size:
             text = f"the prompt needs at least one token id, all in [0, {self._settings.vocab_size})"
             return self._refused(message, "invalid", text)
+        if request.num_children < 1 or request.sampling.max_tokens < 1:
+            return self._refused(message, "invalid", "at least one child and one token must be asked for")
         if num_tokens > self._settings.max_model_len or num_tokens > self._pool.num_blocks * self._block_size:
             text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._settings.max_model_len}"
             return self._refused(message, "too_long", text)
@@ -230,6 +231,7 @@ class DecodeWorker:
 
     def disconnect(self, source: RouterId, now: float) -> None:
         self._intake.cancel_router(source)
+        self._peers.forget_router(source)
         for live in [r for r in self._live.values() if r.router == source]:
             self._end(live)
 
@@ -242,9 +244,11 @@ class DecodeWorker:
         self._outbound += answers
 
     def _on_peer_result(self, result: PeerResult) -> None:
-        if result.is_ready:
+        if result.is_ready and self._peers.knows(result.peer):
             self._intake.peer_ready(result.peer)
         self._outbound += self._peers.answer(result)
+        if not result.is_ready:
+            self._lose_peer(result.peer)
 
     def _lose_peer(self, peer: Peer) -> None:
         self._intake.peer_lost(peer)
@@ -259,7 +263,9 @@ class DecodeWorker:
                 self._intake.on_pull(result, now)
             else:
                 self._on_peer_result(result)
-        self._intake.advance(now)
+        self._intake.advance(
+            now, may_grant=not self._scheduler.is_short_of_blocks, headroom=self._scheduler.num_running
+        )
         for ready in self._intake.take_ready():
             self._start(ready)
         self._outbound += self._intake.take_outbound()

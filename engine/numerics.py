@@ -2,17 +2,18 @@
 
     numerics  weights   machine                      products
     any       float32   CPU with oneDNN              oneDNN over packed weights
-    any       bfloat16  CPU with bfloat16 products   oneDNN over packed bfloat16 weights
-    fast      bfloat16  CPU without                  bfloat16 up to NARROW_ROWS_MAX rows, else float32 (two copies)
+    any       bfloat16  CPU with bfloat16 products   oneDNN over packed bfloat16 weights (fast, one row: streamed)
+    fast      bfloat16  CPU without                  streamed up to EMULATED_ROWS_MAX rows, else float32 (two copies)
     exact     bfloat16  CPU without                  float32, from weights rounded to bfloat16
     any       any       other devices                torch's own
 
 A product of few rows costs what reading the weights costs, so half the bytes win there even where bfloat16 arithmetic
-is emulated; from a few rows on emulation is many times slower than float32. `choose_exact` proves the property on the
-real shapes when a worker starts, falls back to padded rows, and raises NumericsError where nothing helps. Knows nothing
-about layers.
+is emulated; from a few rows on emulation is many times slower than float32. "Streamed" is a product whose weights are
+read once, in the order in which they lie (see `_streamed`). `choose_exact` proves the property on the real shapes when
+a worker starts, falls back to padded rows, and raises NumericsError where nothing helps. Knows nothing about layers.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,8 +26,12 @@ from core.errors import NumericsError
 NumericsMode = Literal["exact", "fast"]
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
-NARROW_ROWS_MAX = 2
-"""Rows up to which emulated bfloat16 beats float32; measured, see docs/experiments.md."""
+EMULATED_ROWS_MAX = 2
+"""Rows up to which streamed bfloat16 weights beat float32 ones where bfloat16 is emulated; see docs/experiments.md."""
+NATIVE_ROWS_MAX = 1
+"""The same against packed bfloat16 weights, where bfloat16 is native."""
+STREAM_BLOCKS = (96, 64, 128, 32)
+"""Columns per block of streamed weights, in order of preference; a weight that none divides is not streamed."""
 PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 32, 64)
 PROBE_ROWS_TOTAL = 96
 PROBE_ELEMENTS_MAX = 4 << 20
@@ -57,16 +62,20 @@ class Product:
     """y = x W^T + b for one weight, in every dtype that a step of this policy may have."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, numerics: Numerics) -> None:
+        def cast(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return weight.to(dtype), None if bias is None else bias.to(dtype)
+
         make = _packed if numerics.is_packed else _plain
-        wide = make(weight.to(numerics.wide_dtype), None if bias is None else bias.to(numerics.wide_dtype))
-        self._kernels: dict[torch.dtype, Kernel] = {numerics.wide_dtype: _padded(wide, numerics.row_unit)}
-        if numerics.narrow_rows_max and numerics.narrow_dtype != numerics.wide_dtype:
-            narrow = (weight.to(numerics.narrow_dtype), None if bias is None else bias.to(numerics.narrow_dtype))
-            self._kernels[numerics.narrow_dtype] = _plain(*narrow)
+        self._wide = _padded(make(*cast(numerics.wide_dtype)), numerics.row_unit)
+        self._narrow = _streamed(*cast(numerics.narrow_dtype)) if numerics.narrow_rows_max else self._wide
+        self._narrow_dtype = numerics.narrow_dtype
+        self._narrow_rows_max = numerics.narrow_rows_max
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs: [T, K]; returns a fresh [T, N] in the inputs' dtype, which the caller may overwrite."""
-        return self._kernels[inputs.dtype](inputs)
+        if len(inputs) <= self._narrow_rows_max and inputs.dtype == self._narrow_dtype:
+            return self._narrow(inputs)
+        return self._wide(inputs)
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
@@ -77,6 +86,43 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
     packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), None)
     linear = torch.ops.mkldnn._linear_pointwise.default
     return lambda inputs: linear(inputs, packed, bias, "none", [], "")
+
+
+def _streamed(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
+    """A product that reads its weights from the first byte to the last.
+
+        weight [N, K]  ->  table [N / block, K, block]
+        y[t, n]  =  sum over k of x[t, k] * table[n / block, k, n % block]
+
+    That is a bag of K table rows, weighted by an input row: torch's embedding_bag has a kernel for it that sums in
+    float32 and runs at the speed of memory, about twice as fast as its bfloat16 matrix-vector product.
+    """
+    num_outputs, num_inputs = weight.shape
+    block = next((block for block in STREAM_BLOCKS if num_outputs % block == 0), None)
+    if block is None:
+        return _plain(weight, bias)
+    num_blocks = num_outputs // block
+    table = weight.view(num_blocks, block, num_inputs).transpose(1, 2).reshape(-1, block)
+
+    def run(inputs: torch.Tensor) -> torch.Tensor:
+        num_rows = len(inputs)
+        rows, offsets = _bags(num_blocks, num_inputs, num_rows)
+        weights = inputs.expand(num_blocks, num_rows, num_inputs).reshape(-1)
+        sums = torch.embedding_bag(table, rows, offsets, False, 0, False, weights, True)[0]
+        if num_rows > 1:
+            sums = sums.view(num_blocks, num_rows, block).transpose(0, 1)
+        output = sums.reshape(num_rows, num_outputs)
+        return output if bias is None else output.add_(bias)
+
+    return run
+
+
+@functools.cache
+def _bags(num_blocks: int, num_inputs: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table rows of every (block, input row) in turn, and where each bag starts. int32"""
+    rows = torch.arange(num_blocks * num_inputs, dtype=torch.int32).view(num_blocks, 1, num_inputs)
+    offsets = torch.arange(0, num_blocks * num_rows * num_inputs + 1, num_inputs, dtype=torch.int32)
+    return rows.expand(-1, num_rows, -1).reshape(-1), offsets
 
 
 def _padded(kernel: Kernel, row_unit: int) -> Kernel:
@@ -97,14 +143,15 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 def choose_fast(dtype: torch.dtype, device: torch.device) -> Numerics:
     """The fastest policy by the table above. dtype: of the weights."""
-    is_packed = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_cpu = device.type == "cpu"
     is_emulated = dtype == torch.bfloat16 and not has_native_bfloat16(device)
+    native_rows_max = NATIVE_ROWS_MAX if is_cpu and dtype == torch.bfloat16 else 0
     return Numerics(
         mode="fast",
         wide_dtype=torch.float32 if is_emulated else dtype,
         narrow_dtype=dtype,
-        narrow_rows_max=NARROW_ROWS_MAX if is_emulated else 0,
-        is_packed=is_packed,
+        narrow_rows_max=EMULATED_ROWS_MAX if is_emulated else native_rows_max,
+        is_packed=is_cpu and torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     )
 
 

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from engine.noise import GumbelNoise, row_keys
 from engine.step import FloatArray, IntArray, SamplingBatch, StepOutput
 
-SORTED_CANDIDATES = 1024
-"""Most likely tokens that top-p looks at first; it sorts the whole vocabulary when they do not reach it."""
+CANDIDATES_FIRST = 64
+"""Most likely tokens of a row that top-k and top-p look at first."""
+CANDIDATES_GROWTH = 16
+"""Factor by which they look at more when these are not enough."""
 
 
 class Sampler:
@@ -111,25 +113,34 @@ class Sampler:
 
 
 def _least_kept(
-    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    probabilities: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    num_candidates: int = CANDIDATES_FIRST,
 ) -> torch.Tensor:
-    """[R, 1] probability of the least likely token that all filters keep. probabilities: [R, V]; the others: [R]."""
-    vocab_size = probabilities.shape[1]
-    ranks = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
+    """[R, 1] probability of the least likely token that all filters keep. probabilities: [R, V]; the others: [R].
+
+    Orders only the most likely tokens of a row, and more of them for the rows that need more.
+    """
     needs_order = (top_k > 0) | (top_p < 1)
     if not bool(needs_order.any()):
         return min_p.unsqueeze(1) * probabilities.amax(dim=1, keepdim=True)
-    count = min(vocab_size, max(SORTED_CANDIDATES, int(top_k.max())))
-    ordered = probabilities.topk(count, dim=-1).values
-    sums = ordered.cumsum(dim=-1)
-    is_short = (top_p < 1) & (ranks > count) & (sums[:, -1] < top_p)
-    if bool(is_short.any()):
-        count, ordered = vocab_size, probabilities.sort(dim=-1, descending=True).values
-        sums = ordered.cumsum(dim=-1)
-    last = (ranks - 1).clamp_(max=count - 1).unsqueeze(1)
-    kept_sum = torch.where((top_k > 0).unsqueeze(1), sums.gather(1, last), 1.0)
-    inside = (sums - ordered) < top_p.unsqueeze(1) * kept_sum
-    nucleus = inside.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
-    least = ordered.gather(1, torch.minimum(nucleus, last))
+    count = min(num_candidates, probabilities.shape[1])
+    ordered = probabilities.topk(count, dim=1).values
+    sums = ordered.cumsum(dim=1)
+    has_rank = (top_k > 0).unsqueeze(1)
+    last = torch.where(has_rank, top_k.unsqueeze(1), count).clamp_(max=count) - 1
+    kept_sum = torch.where(has_rank, sums.gather(1, last), 1.0)
+    num_inside = ((sums - ordered) < top_p.unsqueeze(1) * kept_sum).sum(dim=1, keepdim=True).clamp_(min=1)
+    least = ordered.gather(1, torch.minimum(num_inside - 1, last))
     least = torch.where(needs_order.unsqueeze(1), least, 0.0)
-    return torch.maximum(least, min_p.unsqueeze(1) * ordered[:, :1])
+    least = torch.maximum(least, min_p.unsqueeze(1) * ordered[:, :1])
+    if count < probabilities.shape[1]:
+        is_short = torch.where(top_k > 0, top_k > count, (top_p < 1) & (sums[:, -1] < top_p))
+        short = is_short.nonzero().squeeze(1)
+        if len(short):
+            least[short] = _least_kept(
+                probabilities[short], top_k[short], top_p[short], min_p[short], count * CANDIDATES_GROWTH
+            )
+    return least

@@ -78,6 +78,8 @@ class Scheduler:
         self._planned: list[tuple[Sequence, int]] = []
         self._admission_progress: list[Progress] = []
         self._arrivals = 0
+        self.is_short_of_blocks = False
+        """The first in line did not fit at the last `plan`: nobody else should be promised blocks before it."""
         self.num_preemptions = 0
 
     @property
@@ -107,6 +109,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run. Must be followed by `apply` before the next `plan`."""
         assert not self._planned, "plan called twice without apply"
+        self.is_short_of_blocks = False
         budget = self.max_batched_tokens
         decoding = [s for s in self._running if self._remaining(s) == 1 and s.sampling is not None]
         for sequence in self._grow(decoding)[:budget]:
@@ -117,7 +120,8 @@ class Scheduler:
             if id(sequence) not in planned and budget > 0:
                 budget -= self._plan_chunk(sequence, budget)
         while budget > 0 and self._waiting and self.table.num_free_rows:
-            if not self._admit(self._waiting[0]):
+            if not self._admit(self._waiting[0]) and not self._relieve():
+                self.is_short_of_blocks = True
                 break
             sequence = self._waiting.popleft()
             self._running.append(sequence)
@@ -175,7 +179,7 @@ class Scheduler:
         fresh = self.pool.allocate(num_blocks - len(prefix))
         if fresh is None:
             self.pool.release(prefix[len(sequence.held_blocks) :])
-            return False if self._running else self._relieve(sequence)
+            return False
         num_computed = len(prefix) * block_size
         sequence.held_blocks = []
         sequence.row = self.table.open_row(
@@ -192,15 +196,19 @@ class Scheduler:
             self._admission_progress.append(self._kv_progress(sequence))
         return True
 
-    def _relieve(self, sequence: Sequence) -> bool:
-        """Nothing runs and the first in line does not fit: later arrivals give up the blocks they hold (to be
-        recomputed).
+    def _relieve(self) -> bool:
+        """When nothing runs and the first in line does not fit, later arrivals give up the blocks they hold (to be
+        recomputed) until it does.
         """
-        for other in reversed(self._waiting):
-            if other is not sequence and other.held_blocks:
+        if self._running:
+            return False
+        first, *others = self._waiting
+        for other in reversed(others):
+            if other.held_blocks:
                 self.pool.release(other.held_blocks)
                 other.held_blocks = []
-                return self._admit(sequence)
+                if self._admit(first):
+                    return True
         return False
 
     def _build(self) -> StepPlan:

@@ -63,6 +63,14 @@ class LeaseTable:
         self._by_attempt[key] = lease.lease_id
         return lease
 
+    def latest_attempt(self, request_id: RequestId) -> Attempt | None:
+        """The newest attempt of a request that has a lease."""
+        return max((attempt for request, attempt in self._by_attempt if request == request_id), default=None)
+
+    def belongs(self, lease_id: LeaseId, request_id: RequestId, attempt: Attempt) -> bool:
+        """The lease stands and is this attempt's. Ids begin again with every life of a worker."""
+        return self._by_attempt.get((request_id, attempt)) == lease_id
+
     def extend(self, lease_id: LeaseId, block_ids: Sequence[BlockId]) -> bool:
         """Add blocks that the caller has pinned. False when the lease has ended: then the pins stay the caller's."""
         lease = self._leases.get(lease_id)

@@ -71,7 +71,6 @@ class PrefillWorker:
         self._serving = serving
         self._leases = LeaseTable(settings.lease_s)
         self._handoffs: dict[RequestId, Handoff] = {}
-        self._attempts: dict[RequestId, Attempt] = {}
         self._by_sequence: dict[int, Handoff] = {}
         self._outbound: list[tuple[RouterId, FromWorker]] = []
         self._is_draining = False
@@ -99,14 +98,24 @@ class PrefillWorker:
             self._on_prefill(source, message, now)
         elif isinstance(message, Cancel):
             self._cancel(message.request_id, message.attempt)
-        elif isinstance(message, Release):
-            self._pool.release(self._leases.release(message.lease_id))
-        elif isinstance(message, Renew):
-            self._leases.renew(message.lease_id, now)
+        elif isinstance(message, Release | Renew):
+            self._on_lease_message(message, now)
         elif isinstance(message, Drain):
             self._is_draining = True
 
+    def _on_lease_message(self, message: Release | Renew, now: float) -> None:
+        """TX-2: a lease id counts only together with its attempt."""
+        if not self._leases.belongs(message.lease_id, message.request_id, message.attempt):
+            return
+        if isinstance(message, Release):
+            self._pool.release(self._leases.release(message.lease_id))
+        else:
+            self._leases.renew(message.lease_id, now)
+
     def _on_prefill(self, source: RouterId, message: Prefill, now: float) -> None:
+        leased = self._leases.latest_attempt(message.request_id)
+        if leased is not None and message.attempt <= leased:
+            return
         known = self._handoffs.get(message.request_id)
         if known is not None:
             if message.attempt <= known.attempt:

@@ -22,18 +22,24 @@ Weights = dict[str, torch.Tensor]
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32.
+
+    It is the layer norm of (x, -x), whose mean is zero and whose variance is mean(x^2): one kernel instead of five, and
+    between two products each kernel costs as much as fetching its code does.
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.float()
-        self._eps = torch.tensor(eps, device=weight.device)
-        self._scale = 1.0 / len(weight)
+        self._weight = weight.float().expand(2, -1).contiguous()
+        self._signs = {
+            dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype, device=weight.device)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        self._eps = eps
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [T, hidden size]; returns a fresh tensor of the same dtype."""
-        norms = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = torch.addcmul(self._eps, norms, norms, value=self._scale).rsqrt_()
-        return (hidden * inverse).mul_(self._weight).to(hidden.dtype)
+        """hidden: [T, hidden size]; returns a view of a fresh tensor in the same dtype."""
+        both = hidden.unsqueeze(1) * self._signs[hidden.dtype]
+        return F.layer_norm(both, self._weight.shape, self._weight, None, self._eps)[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,12 +170,12 @@ def test_code_is_130_when_interrupted(store: StateStore, monkeypatch: pytest.Mon
     assert run("status").exit_code == 130
 
 
-def test_report_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printing_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_pipe(line: str) -> None:
         raise BrokenPipeError
 
     monkeypatch.setattr(click, "echo", break_pipe)
-    cluster.cli.report("ending cluster demo")
+    cluster.cli.print_line("ending cluster demo")
 
 
 def test_every_command_and_option_has_help_when_listed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.cli_prepare import Prepared
-from cluster.cli_up import READY_TIMEOUT_S, Progress, start_and_wait, take_down, watch
+from cluster.cli_up import READY_TIMEOUT_S, ProgressLines, start_and_wait, take_down, watch
 from cluster.state import ClusterRecord, ProcessRef, StateStore
 from core.config import parse_config
 from core.errors import ClusterError
@@ -184,7 +184,7 @@ def test_down_stops_nothing_when_the_record_is_stale(tmp_path: Path) -> None:
 
 
 def test_worker_is_still_starting_when_no_router_heard_it_yet() -> None:
-    progress = Progress(0.0)
+    progress = ProgressLines(0.0)
     progress.lines(published("starting", "starting"), 1.0)
     assert progress.lines(published("ready", "silent"), 2.0) == []
     assert progress.lines(published("ready", "ready"), 4.0) == ["decode-0    ready after 3.0 s"]
@@ -192,7 +192,7 @@ def test_worker_is_still_starting_when_no_router_heard_it_yet() -> None:
 
 
 def test_progress_is_silent_when_nothing_changed() -> None:
-    progress = Progress(0.0)
+    progress = ProgressLines(0.0)
     status = published("starting", "starting")
     assert len(progress.lines(status, 1.0)) == 2
     assert progress.lines(status, 2.0) == []

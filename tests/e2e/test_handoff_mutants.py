@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from core.messages import Offer
-from decode.intake import Intake, Reception
+from decode.intake import Intake
+from decode.reception import Reception
 from kvtransfer.puller import Puller, PullJob, PullResult
 from kvtransfer.session import PullSession
 from kvtransfer.transport.memory import MemoryFaults, MemoryTransport

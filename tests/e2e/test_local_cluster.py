@@ -2,56 +2,24 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from cluster.assembly import ServedModel, WorkerIdentity
+from cluster.assembly import WorkerIdentity
 from cluster.local import LocalCluster
 from core.clock import ManualClock
 from core.config import ClusterConfig, parse_config
 from core.errors import PdclusterError, WorkerLostError
-from core.ids import Epoch, RouterId, WeightIdentity, WorkerId
+from core.ids import Epoch, RouterId, WorkerId
 from core.link import MemoryNetwork
 from core.request import SamplingParams
-from engine.standin import StandinRunner, expected_tokens, standin_layout
+from engine.standin import StandinRunner, expected_tokens
 from kvtransfer.transport.memory import MemoryFabric
 from router.generation import ChildDelta, PreparedRequest, Summary
 from router.service import RouterService
-
-VOCAB = 101
-T = TypeVar("T")
-
-
-class LetterCodec:
-    """Every token is one letter; no tokenizer needed."""
-
-    vocab_size = VOCAB
-    token_bytes_max = 1
-    is_byte_level = True
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(c) % VOCAB for c in text]
-
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(m["content"] for m in messages)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(self.token_text(t)[0] for t in token_ids)
-
-    def is_special(self, token_id: int) -> bool:
-        return False
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id)[1]
-
-    def token_name(self, token_id: int) -> str:
-        return self.token_text(token_id)[0]
-
-    def token_text(self, token_id: int) -> tuple[str, bytes]:
-        letter = chr(33 + token_id % 90)
-        return letter, letter.encode()
+from tests.e2e.stage import LETTERS, VOCAB, LetterCodec, play
 
 
 def _config(*overrides: str) -> ClusterConfig:
@@ -68,16 +36,8 @@ class Stage:
         self.network = MemoryNetwork(self.clock, seed=seed, delay_s=delay_s)
         self.fabric = MemoryFabric(self.clock, seed=seed)
         self.runners: dict[WorkerId, StandinRunner] = {}
-        model = ServedModel(
-            name="standin",
-            vocab_size=VOCAB,
-            eos_token_ids=frozenset(),
-            max_model_len=200,
-            layout=standin_layout(4),
-            weight_identity=WeightIdentity("standin"),
-        )
         self.cluster = LocalCluster(
-            self.config, model, self._runner, clock=self.clock, network=self.network, fabric=self.fabric
+            self.config, LETTERS, self._runner, clock=self.clock, network=self.network, fabric=self.fabric
         )
         self.service = RouterService(
             router_id=RouterId("router-0"),
@@ -123,22 +83,6 @@ class Stage:
             status = worker.status()
             assert (status.kv.blocks_used, status.num_leases, status.num_pins) == (0, 0, 0), status
         assert self.service.admission.num_in_flight == 0
-
-
-def play(scene: Callable[[], Coroutine[Any, Any, T]], clock: ManualClock) -> T:
-    """Run a coroutine while virtual time passes; 600 virtual seconds at most."""
-
-    async def run() -> T:
-        task = asyncio.ensure_future(scene())
-        for _ in range(60_000):
-            for _turn in range(8):
-                await asyncio.sleep(0)
-            if task.done():
-                return task.result()
-            clock.advance(0.01)
-        raise AssertionError("the scene did not end within 600 virtual seconds")
-
-    return asyncio.run(run())
 
 
 def stage_and_play(stage: Stage, scene: Callable[[], Awaitable[None]]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 import engine.numerics as numerics_module
 from core.errors import NumericsError
-from engine.numerics import NARROW_ROWS_MAX, Kernel, Product, choose_exact, choose_fast
+from engine.numerics import EMULATED_ROWS_MAX, Kernel, Product, choose_exact, choose_fast
 
 pytestmark = pytest.mark.torch
 
@@ -56,8 +56,8 @@ def test_exact_products_give_a_row_equal_bits_in_any_batch() -> None:
 def test_bfloat16_runs_few_rows_narrow_and_many_wide_when_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics_module, "has_native_bfloat16", lambda device: False)
     fast = choose_fast(torch.bfloat16, CPU)
-    assert fast.step_dtype(NARROW_ROWS_MAX) == torch.bfloat16
-    assert fast.step_dtype(NARROW_ROWS_MAX + 1) == torch.float32
+    assert fast.step_dtype(EMULATED_ROWS_MAX) == torch.bfloat16
+    assert fast.step_dtype(EMULATED_ROWS_MAX + 1) == torch.float32
     exact = choose_exact(torch.bfloat16, CPU, [(16, 8)])
     assert exact.step_dtype(1) == torch.float32
 

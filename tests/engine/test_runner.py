@@ -145,7 +145,7 @@ def test_bfloat16_logits_are_close_and_exact_ones_bit_equal() -> None:
             block_size=16,
             num_blocks=8,
             max_model_len=64,
-            numerics=numerics,  # type: ignore[arg-type]
+            numerics=numerics,
             threads=1,
         )
         feeder = Feeder(runner, [prompt])

@@ -149,6 +149,33 @@ def test_held_blocks_are_used_and_given_up_when_nothing_else_can_run() -> None:
     assert second.token_ids[17:] == _expect(second)
 
 
+def test_first_in_line_is_admitted_when_very_many_behind_it_hold_blocks() -> None:
+    scheduler, _runner = _scheduler(16, rows=1)
+    scheduler.add(_sequence(list(range(60)), 4))
+    blocks = scheduler.pool.allocate(2)
+    assert blocks is not None
+    for number in range(1200):
+        if number:
+            scheduler.pool.acquire(blocks)
+        sequence = _sequence(list(range(70, 79)), 1)
+        sequence.held_blocks, sequence.hashes = list(blocks), hash_blocks(sequence.token_ids, BLOCK)
+        scheduler.add(sequence)
+    plan = scheduler.plan()
+    assert plan is not None and plan.num_tokens == 16
+
+
+def test_planner_says_so_when_the_first_in_line_lacks_blocks() -> None:
+    scheduler, runner = _scheduler(10)
+    scheduler.add(_sequence(list(range(30)), 4))
+    scheduler.add(_sequence(list(range(40, 60)), 1))
+    _step(scheduler, runner)
+    assert not scheduler.is_short_of_blocks  # the budget ended first
+    _step(scheduler, runner)
+    assert scheduler.is_short_of_blocks
+    _run(scheduler, runner)
+    assert not scheduler.is_short_of_blocks
+
+
 def test_stop_token_ends_the_sequence_and_eos_can_be_ignored() -> None:
     prompt = [1, 2, 3]
     answer = expected_tokens(prompt, SamplingParams(max_tokens=6, temperature=0.0), vocab_size=VOCAB)
