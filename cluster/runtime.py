@@ -1,7 +1,7 @@
 """The seam between deciding what should run and running it: what a member starts from, and what is observed of it.
 
-Real: Ray actors (`cluster.ray_runtime`). Stand-in: one process (`cluster.local_runtime`). Knows nothing about why something
-starts.
+Real: Ray actors (`cluster.ray_runtime`). Stand-in: one process (`cluster.local_runtime`). Knows nothing about why
+something starts.
 """
 
 from dataclasses import dataclass

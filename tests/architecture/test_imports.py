@@ -139,6 +139,10 @@ def test_roles_load_neither_torch_nor_http_when_all_of_them_are_imported() -> No
     assert loaded("core", "prefill", "decode") & {*HEAVY, *HTTP_STACK} == set()
 
 
+def test_cluster_in_one_process_loads_neither_torch_nor_ray_nor_http_when_imported() -> None:
+    assert loaded("cluster.local", "cluster.local_runtime", "cluster.controller") & {*HEAVY, *HTTP_STACK} == set()
+
+
 def test_errors_load_only_the_standard_library_when_imported() -> None:
     assert loaded("core.errors") & {"numpy", "msgspec", "pydantic", *HEAVY, *HTTP_STACK} == set()
 

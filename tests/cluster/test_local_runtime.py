@@ -194,6 +194,9 @@ def test_request_in_flight_goes_on_when_the_controller_is_lost_and_a_new_one_ado
         await stage.until(lambda: stage.controller.status()["state"] != "ready", "seen")
         await stage.until_ready()
         assert stage.made == [*FIRST, (WorkerId("decode-1"), Epoch(2))]
+        for _ in range(60):  # the old controller dials again and again, with workers of long ago
+            await stage.clock.sleep(0.05)
+            assert stage.router.num_pairs() == 4
 
     stage.play(scene)
 
