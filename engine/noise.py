@@ -1,4 +1,4 @@
-"""Counter-based noise: the Gumbel number of (seed, child, position, token id), on every device, in every batch.
+"""Counter-based noise (RQ-3): the Gumbel number of (seed, child, position, token id), on every device, in every batch.
 
     key   = splitmix64 chained over seed, child, position                    uint64, on the host, one per row
     hash  = mix32((mix32(token id) ^ low half of key) * (high half | 1))     32-bit integers, wrapping

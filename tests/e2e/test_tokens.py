@@ -1,8 +1,9 @@
 """SmolLM2's tokens against Hugging Face transformers', topology by topology, in one process with real arithmetic.
 
-Goal: greedy fp32 tokens do not depend on topology, batch, chunk, block size, warmth or numerics. Method: each row of
-the matrix serves every golden prompt through router, links, workers and hand-off; a differing token is accepted only
-where transformers' own two best candidates lie within NEAR_TIE of each other, and such cases are counted.
+Goal (RQ-3): greedy fp32 tokens do not depend on topology, batch, chunk, block size, warmth or numerics. Method: each
+row of the matrix serves every golden prompt through router, links, workers and hand-off; a differing token is
+accepted only where transformers' own two best candidates lie within NEAR_TIE of each other, and such cases are
+counted.
 """
 
 import asyncio
