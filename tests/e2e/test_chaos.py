@@ -149,10 +149,14 @@ class Chaos:
         await self.rng.choice(mishaps)()
 
     async def _lose_link(self) -> None:
-        self.rng.choice(self.network.links).lose()
+        if self.network.links:
+            self.rng.choice(self.network.links[-12:]).lose()
 
     async def _restart_worker(self) -> None:
-        worker = self.rng.choice(sorted(self.cluster.workers))
+        workers = sorted(self.cluster.workers)
+        if not workers:
+            return
+        worker = self.rng.choice(workers)
         role = self.cluster.workers[worker].role
         await self.cluster.kill_worker(worker)
         await self.clock.sleep(self.rng.choice([0.0, 0.1, 2.0]))

@@ -62,7 +62,14 @@ def test_lease_is_renewed_when_running_requests_grew_into_promised_blocks(make_p
         for _ in range(4):
             pair.step()
     credits: list[Credit] = []
-    pair.drop = lambda m: isinstance(m, Credit) and not credits.append(m)
+
+    def keep(message: Any) -> bool:
+        if isinstance(message, Credit):
+            credits.append(message)
+            return True
+        return False
+
+    pair.drop = keep
     pair.submit("new", _prompt(33, seed=50))
     for _ in range(18):
         pair.step()

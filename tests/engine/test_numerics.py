@@ -31,10 +31,11 @@ def _replace_kernels(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_equals_linear_when_rows_are_few_or_many(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_outputs", [40, 32, 64, 192])
+def test_product_equals_linear_when_rows_are_few_or_many(dtype: torch.dtype, num_outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(40, 24, generator=generator).to(dtype)
-    bias = torch.randn(40, generator=generator).to(dtype)
+    weight = torch.randn(num_outputs, 24, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
     numerics = choose_fast(dtype, CPU)
     product = Product(weight, bias, numerics)
     for rows in (1, 2, 3, 17):

@@ -182,5 +182,18 @@ def test_warm_up_refuses_exact_when_bits_depend_on_the_batch(monkeypatch: pytest
         return output * (1 + 1e-5 * len(output))
 
     monkeypatch.setattr(runner.model.attention, "attend", drifting)
-    with pytest.raises(NumericsError, match="one chunk and token by token"):
+    with pytest.raises(NumericsError, match="token by token"):
+        runner.warm_up()
+
+
+def test_warm_up_refuses_exact_when_long_attention_depends_on_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(make_tiny_model(), numerics="exact")
+    attend = runner.model.attention.attend
+
+    def drifting(*arguments: Any) -> torch.Tensor:
+        output = attend(*arguments)
+        return output * 1.001 if len(output) > 512 else output
+
+    monkeypatch.setattr(runner.model.attention, "attend", drifting)
+    with pytest.raises(NumericsError, match="token by token"):
         runner.warm_up()
