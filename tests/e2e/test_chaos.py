@@ -273,7 +273,7 @@ def play_chaos(seed: int) -> Chaos:
     return chaos
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [3, 10, 34, 54, 55, 65, 100, 101])
 def test_answers_are_right_or_errors_and_nothing_stays_when_everything_goes_wrong(seed: int) -> None:
     """RQ-1, TX-1, TX-2, KV-1, KV-4."""
     play_chaos(seed)

@@ -1,0 +1,134 @@
+"""The doorway of a worker: who is let in, who replaces whom, and whose messages still count."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from cluster.assembly import build_handshake
+from cluster.worker_host import Doorway, Inbox
+from core.clock import ManualClock
+from core.config import parse_config
+from core.errors import LinkClosedError
+from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WorkerId
+from core.link import Link, MemoryLink, MemoryNetwork
+from core.messages import Cancel, Hello, KvUsage, Reject, Welcome, WorkerStatus
+from tests.e2e.stage import LETTERS, play
+
+ROUTER = RouterId("router-0")
+CONFIG = "schema_version: 1\nname: t\nmodel: {path: standin}\nkv: {block_size: 4, device_blocks: 8}\n"
+
+
+class Door:
+    """One doorway on a memory network, and what came through it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(self.clock)
+        self.inbox = Inbox()
+        role: Role = "decode"
+        worker, epoch = WorkerId("decode-0"), Epoch(1)
+        handshake = build_handshake(
+            parse_config(CONFIG, file="t.yaml"), LETTERS, num_blocks=8, transport="memory", transport_metadata=b""
+        )
+        usage = KvUsage(blocks_total=8, blocks_free=8, blocks_cached=0, blocks_used=0)
+        doorway = Doorway(
+            welcome=Welcome(
+                worker=worker, role=role, epoch=epoch, pid=0, handshake=handshake, model_name="m", max_model_len=9
+            ),
+            status=WorkerStatus(
+                worker=worker, role=role, epoch=epoch, state="ready", num_waiting=0, num_running=0,
+                num_leases=0, num_pins=0, kv=usage, counters={},
+            ),
+            inbox=self.inbox,
+            clock=self.clock,
+        )  # fmt: skip
+        self.network.listen("door", doorway.accept)
+
+    async def knock(self, epoch: int) -> tuple[Link, Any]:
+        """A link on which a router of this epoch greets, and the first answer."""
+        link = await self.network.dial("door", 1.0)
+        link.send([Hello(sender=ROUTER, epoch=Epoch(epoch), protocol_min=1, protocol_max=1)])
+        return link, (await link.receive())[0]
+
+    def play(self, scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            await scene()
+            await self.network.close()
+
+        play(whole, self.clock)
+
+
+def _cancel(name: str) -> Cancel:
+    return Cancel(request_id=RequestId(name), attempt=Attempt(0))
+
+
+def test_older_link_ends_when_a_newer_epoch_greets() -> None:
+    door = Door()
+
+    async def scene() -> None:
+        older, first = await door.knock(1)
+        newer, second = await door.knock(2)
+        assert isinstance(first, Welcome) and isinstance(second, Welcome)
+        with pytest.raises(LinkClosedError):
+            while True:
+                await older.receive()
+        newer.send([_cancel("new")])
+        await door.clock.sleep(0.1)
+        assert door.inbox.take() == [(ROUTER, None), (ROUTER, _cancel("new"))]
+
+    door.play(scene)
+
+
+def test_messages_under_way_change_nothing_when_their_link_was_replaced() -> None:
+    """TX-2: nobody would cancel what they ask for."""
+    door = Door()
+
+    async def scene() -> None:
+        older, _ = await door.knock(1)
+        assert isinstance(older, MemoryLink)
+        older._delay_s = (0.5, 0.5)
+        older.send([_cancel("old")])
+        await door.knock(2)
+        await door.clock.sleep(1.0)
+        assert door.inbox.take() == [(ROUTER, None)]
+
+    door.play(scene)
+
+
+def test_older_epoch_is_rejected_while_a_newer_one_is_connected() -> None:
+    """TX-2: two processes of one name would otherwise throw each other out for ever."""
+    door = Door()
+
+    async def scene() -> None:
+        newer, _ = await door.knock(2)
+        _older, answer = await door.knock(1)
+        assert isinstance(answer, Reject) and "epoch 2 of router-0" in answer.reason
+        newer.send([_cancel("new")])
+        await door.clock.sleep(0.1)
+        assert door.inbox.take() == [(ROUTER, _cancel("new"))]
+        await newer.close()
+        await door.clock.sleep(0.1)
+        _older, answer = await door.knock(1)
+        assert isinstance(answer, Welcome)
+
+    door.play(scene)
+
+
+def test_one_link_is_left_when_a_router_dials_many_times_at_once() -> None:
+    door = Door()
+
+    async def scene() -> None:
+        links = [link for link, _ in await asyncio.gather(*(door.knock(1) for _ in range(5)))]
+        await door.clock.sleep(0.1)
+        door.inbox.take()
+        for number, link in enumerate(links):
+            try:
+                link.send([_cancel(str(number))])
+            except LinkClosedError:
+                continue
+        await door.clock.sleep(0.1)
+        assert len(door.inbox.take()) == 1
+
+    door.play(scene)
