@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 from core.clock import Clock
 from core.errors import LinkClosedError, LinkOverflowError
@@ -170,9 +170,11 @@ def welcome_of(worker: Worker, *, pid: int, model_name: str, max_model_len: int)
 
 
 class ThreadedHost:
-    """The step thread of a worker process. The loop that runs the doorway is the caller's."""
+    """The step loop of a worker process, on the one thread of `executor`. The loop of the doorway is the caller's."""
 
-    def __init__(self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock) -> None:
+    def __init__(
+        self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock, executor: ThreadPoolExecutor
+    ) -> None:
         self._worker = worker
         self._doorway = doorway
         self._inbox = inbox
@@ -181,18 +183,21 @@ class ThreadedHost:
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[BaseException], None] = lambda _error: None
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._executor = executor
+        self._running: Future[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[BaseException], None]) -> None:
         """`on_failure` is called on the step thread when the worker broke an invariant; the process must end then."""
         self._loop, self._on_failure = loop, on_failure
-        self._thread.start()
+        self._running = self._executor.submit(self._run)
 
     def stop(self) -> None:
         """End the step thread, then the worker."""
         self._stop.set()
         self._inbox.ring()
-        self._thread.join(STOP_TIMEOUT_S)
+        if self._running is not None:
+            wait([self._running], STOP_TIMEOUT_S)
+        self._executor.shutdown(wait=False)
 
     def _run(self) -> None:
         try:

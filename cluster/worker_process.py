@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker, run_dtype, served_model
 from cluster.runtime import WorkerSpec
@@ -32,14 +33,16 @@ SWITCH_INTERVAL_S = 0.0005
 class RunningWorker:
     """A worker that listens. `stop` ends it in order; `wait` returns when it has ended, by whatever cause."""
 
-    def __init__(self, worker: Worker, model: ServedModel, inbox: Inbox, host: str) -> None:
+    def __init__(
+        self, worker: Worker, model: ServedModel, inbox: Inbox, host: str, executor: ThreadPoolExecutor
+    ) -> None:
         self.pid = os.getpid()
         self.endpoint = ""
         self.failure: BaseException | None = None
         clock = SystemClock()
         welcome = welcome_of(worker, pid=self.pid, model_name=model.name, max_model_len=model.max_model_len)
         self._doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock)
-        self._host = ThreadedHost(worker, self._doorway, inbox, clock)
+        self._host = ThreadedHost(worker, self._doorway, inbox, clock, executor)
         self._loop = asyncio.new_event_loop()
         self._server = GrpcServer(self._doorway.accept)
         self._ended = threading.Event()
@@ -83,7 +86,10 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
         raise ClusterError(name=config.name, problem=problem)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     model = served_model(config, spec.model_path)
-    runner = _load_runner(spec, model)
+    # The model is loaded and warmed up on the thread that will step it: OpenMP keeps a pool of threads per calling
+    # thread, and with more threads than CPUs each parallel region ends in a sleep instead of a short spin.
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+    runner = executor.submit(_load_runner, spec, model).result()
     cache = runner.cache
     identity = WorkerIdentity(worker_id=spec.id, role=spec.role, epoch=spec.epoch)
     region = Region(
@@ -111,7 +117,7 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
     worker = build_worker(
         identity, config, model, runner=runner, handshake=handshake, digester=digester, transfer=transfer
     )
-    return RunningWorker(worker, model, inbox, config.ray.node_ip_address)
+    return RunningWorker(worker, model, inbox, config.ray.node_ip_address, executor)
 
 
 def _load_runner(spec: WorkerSpec, model: ServedModel) -> TorchRunner:
