@@ -6,7 +6,7 @@ servers or requests; the bench prints what this returns.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.kv.cache import TORCH_DTYPES
 from engine.model.config import ModelConfig
 from engine.probe import ProbeSequence, build_plan
 from engine.runner import TorchRunner
@@ -53,16 +52,17 @@ class BareProducts:
     """Every matrix product of one pass as plain `F.linear` calls on weights of their own, each touched once."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        shapes = unfused_shapes(config) * config.num_layers + [(config.vocab_size, config.hidden_size)]
-        self._weights = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
+        self._layers = [torch.full(s, 0.01, dtype=dtype) for s in unfused_shapes(config) * config.num_layers]
+        self._head = torch.full((config.vocab_size, config.hidden_size), 0.01, dtype=dtype)
 
-    def run(self, num_rows: int) -> None:
-        """One pass over `num_rows` rows, the LM head included."""
-        widths = {weight.shape[1] for weight in self._weights}
-        inputs = {width: torch.ones(num_rows, width, dtype=self._weights[0].dtype) for width in widths}
+    def run(self, num_rows: int, num_head_rows: int) -> None:
+        """One pass over `num_rows` rows, the LM head over `num_head_rows` of them (those that sample)."""
+        widths = {weight.shape[1] for weight in (*self._layers, self._head)}
+        inputs = {width: torch.ones(num_rows, width, dtype=self._head.dtype) for width in widths}
         with torch.inference_mode():
-            for weight in self._weights:
+            for weight in self._layers:
                 F.linear(inputs[weight.shape[1]], weight)
+            F.linear(inputs[self._head.shape[1]][:num_head_rows], self._head)
 
 
 def decode_plan(runner: TorchRunner, num_streams: int, context: int) -> StepPlan:
@@ -96,16 +96,6 @@ def measure_alternating(cases: dict[str, Callable[[], object]], repeats: int) ->
             if round_index:
                 seconds[name].append(elapsed)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def measure_products(
-    runner: TorchRunner, config: ModelConfig, plan: StepPlan, *, products: BareProducts, repeats: int
-) -> dict[str, float]:
-    """Median seconds of `step` and `products` at the plan's number of tokens, alternating, and their `ratio`."""
-    seconds = measure_alternating(
-        {"products": lambda: products.run(plan.num_tokens), "step": lambda: runner.execute(plan)}, repeats
-    )
-    return {**seconds, "ratio": seconds["step"] / seconds["products"]}
 
 
 def time_by_kind(runner: TorchRunner, plan: StepPlan, repeats: int) -> dict[str, float]:
@@ -156,25 +146,3 @@ def _seconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-def report(runner: TorchRunner, config: ModelConfig, *, context: int, repeats: int) -> dict[str, dict[str, float]]:
-    """The three comparisons of the project's target: one stream, 16 streams, a prompt of `context` tokens.
-
-    Products are in the runner's weight dtype (what a plain port would do), and in float32 as well.
-    """
-    dtypes: Sequence[torch.dtype] = tuple({runner.cache.dtype, torch.float32})
-    plans = {
-        "decode_1": decode_plan(runner, 1, context),
-        "decode_16": decode_plan(runner, 16, context),
-        "prefill": prefill_plan(runner, context),
-    }
-    result: dict[str, dict[str, float]] = {}
-    for dtype in dtypes:
-        products = BareProducts(config, dtype)
-        name = next(name for name, kind in TORCH_DTYPES.items() if kind == dtype)
-        for case, plan in plans.items():
-            result[f"{case}_{name}"] = measure_products(runner, config, plan, products=products, repeats=repeats)
-    for case, plan in plans.items():
-        result[f"{case}_by_kind"] = time_by_kind(runner, plan, repeats)
-    return result

@@ -17,11 +17,10 @@ import time
 
 import httpx
 import torch
-import torch.nn.functional as F
 
 from engine.model.catalog import import_model
 from engine.model.directory import read_config
-from engine.profile import unfused_shapes
+from engine.profile import BareProducts, measure_alternating
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 48
@@ -63,30 +62,21 @@ async def serve(url: str, num_streams: int, seed: int) -> tuple[float, float]:
     return statistics.mean(gaps), results[0][1] - results[0][0]
 
 
-def bare(weights: list[torch.Tensor], rows: int, repeats: int = 5) -> float:
+def bare(products: BareProducts, rows: int, repeats: int = 5) -> float:
     """Median seconds of one pass of plain products over `rows` rows."""
-    inputs = {width: torch.ones(rows, width, dtype=weights[0].dtype) for width in {w.shape[1] for w in weights}}
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        with torch.inference_mode():
-            for weight in weights:
-                F.linear(inputs[weight.shape[1]], weight)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return measure_alternating({"products": lambda: products.run(rows, rows)}, repeats)["products"]
 
 
 def main(url: str, rounds: int) -> None:
     torch.set_num_threads(2)
     config = read_config(import_model("smollm2"))
-    shapes = [*unfused_shapes(config) * config.num_layers, (config.vocab_size, config.hidden_size)]
-    weights = [torch.full(shape, 0.01, dtype=torch.bfloat16) for shape in shapes]
+    bare_products = BareProducts(config, torch.bfloat16)
     asyncio.run(serve(url, 1, 1))
     ratios: dict[int, list[float]] = {1: [], 16: []}
     for index in range(rounds):
         for num_streams in (1, 16):
             per_token, ttft = asyncio.run(serve(url, num_streams, 1000 * (index + 1) + num_streams))
-            products = bare(weights, num_streams)
+            products = bare(bare_products, num_streams)
             ratios[num_streams].append(per_token / products)
             print(
                 f"{num_streams:2} streams: {per_token * 1e3:.1f} ms per token, bare products {products * 1e3:.1f} ms, "

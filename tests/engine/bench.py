@@ -11,39 +11,22 @@ import sys
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from engine.factory import load_runner
 from engine.kv.cache import TORCH_DTYPES
 from engine.model.catalog import import_model
-from engine.model.config import ModelConfig
 from engine.model.directory import read_config
 from engine.profile import (
+    BareProducts,
     decode_plan,
     measure_alternating,
     prefill_plan,
     read_bandwidth,
     time_by_kind,
-    unfused_shapes,
 )
 
 CONTEXT = 512
 THREADS = 2
-
-
-def bare_products(config: ModelConfig, dtype: torch.dtype) -> Callable[[int, int], None]:
-    """One pass of products over `rows` rows, the LM head over `head_rows`."""
-    layers = [torch.full(s, 0.01, dtype=dtype) for s in unfused_shapes(config) * config.num_layers]
-    head = torch.full((config.vocab_size, config.hidden_size), 0.01, dtype=dtype)
-
-    def run(rows: int, head_rows: int) -> None:
-        inputs = {width: torch.ones(rows, width, dtype=dtype) for width in {w.shape[1] for w in (*layers, head)}}
-        with torch.inference_mode():
-            for weight in layers:
-                F.linear(inputs[weight.shape[1]], weight)
-            F.linear(inputs[head.shape[1]][:head_rows], head)
-
-    return run
 
 
 def main(numerics: str, dtype: str, repeats: int) -> None:
@@ -60,7 +43,7 @@ def main(numerics: str, dtype: str, repeats: int) -> None:
         numerics="exact" if numerics == "exact" else "fast",
         threads=THREADS,
     )
-    bare = {name: bare_products(config, kind) for name, kind in TORCH_DTYPES.items()}
+    bare = {name: BareProducts(config, kind) for name, kind in TORCH_DTYPES.items()}
     plans = {
         "decode, 1 stream": (decode_plan(runner, 1, CONTEXT), 1, 1),
         "decode, 16 streams": (decode_plan(runner, 16, CONTEXT), 16, 16),
@@ -70,7 +53,7 @@ def main(numerics: str, dtype: str, repeats: int) -> None:
     for name, (plan, rows, head_rows) in plans.items():
         cases: dict[str, Callable[[], object]] = {
             "step": lambda plan=plan: runner.execute(plan),  # type: ignore[misc]
-            **{kind: lambda run=run, r=rows, h=head_rows: run(r, h) for kind, run in bare.items()},  # type: ignore[misc]
+            **{kind: lambda p=p, r=rows, h=head_rows: p.run(r, h) for kind, p in bare.items()},  # type: ignore[misc]
         }
         seconds = measure_alternating(cases, repeats if rows < CONTEXT else max(2, repeats // 3))
         step = seconds.pop("step")

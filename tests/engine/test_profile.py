@@ -1,5 +1,7 @@
 """The measurements run and account for the whole step; how fast anything is, is not tested here."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -27,11 +29,23 @@ def runner() -> TorchRunner:
     )
 
 
-def test_report_has_every_case_and_positive_times(runner: TorchRunner) -> None:
-    result = profile.report(runner, make_tiny_model().config, context=20, repeats=1)
-    assert {"decode_1_float32", "decode_16_float32", "prefill_float32"} <= set(result)
-    for case in result.values():
-        assert all(value > 0 for value in case.values())
+def test_cases_alternate_and_take_time(runner: TorchRunner) -> None:
+    products = profile.BareProducts(make_tiny_model().config, torch.float32)
+    plan, order = profile.prefill_plan(runner, 20), []
+
+    def run(name: str, case: Callable[[], object]) -> None:
+        order.append(name)
+        case()
+
+    seconds = profile.measure_alternating(
+        {
+            "step": lambda: run("step", lambda: runner.execute(plan)),
+            "products": lambda: run("products", lambda: products.run(20, 1)),
+        },
+        repeats=2,
+    )
+    assert order == ["step", "products"] * 3
+    assert seconds["step"] > 0 and seconds["products"] > 0
 
 
 def test_kinds_add_up_to_the_step_and_leave_the_model_as_it_was(runner: TorchRunner) -> None:
