@@ -1,7 +1,8 @@
 """What the bytes of a KV block mean, as two workers must agree on it before a block moves between them.
 
-A block is one contiguous run of bytes: all layers of each group in turn, for a full-attention group as
-[layer, key/value, position, kv head, head dim]. Knows nothing about where a block lies.
+The layers of a model form groups: layers of one group need the same positions. A block holds `block_size` positions of
+one group as one contiguous run of bytes, [layer, key/value, position, kv head, head dim]; all groups' blocks are of one
+size, so that one pool, one region and one kind of read serve them all. Knows nothing about where a block lies.
 """
 
 from typing import Literal
@@ -18,28 +19,43 @@ PROTOCOL_VERSION_MAX = 1
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of layers whose KV has the same shape."""
+    """One group of layers."""
 
-    kind: Literal["full"]
+    kind: Literal["full", "window"]
+    """`full`: a position attends to all before it; `window`: to the `window` last ones, itself included."""
     num_layers: int
+    """Places for layers in a block; the last group of a kind may leave some unused."""
     num_kv_heads: int
     head_dim: int
     dtype: KvDtype
+    window: int | None = None
+    """Positions, of kind `window`."""
 
     def position_bytes(self) -> int:
         """Bytes of one token position over all layers of the group, keys and values."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
+    def needed_blocks(self, num_computed: int, block_size: int) -> range:
+        """Indexes of the full blocks that whoever computes position `num_computed` next must have.
+
+        The one function from which demand, supply, admission, prefix hits and the freeing of old blocks follow.
+        """
+        end = num_computed // block_size
+        if self.window is None:
+            return range(end)
+        return range(min(max(0, num_computed - self.window + 1) // block_size, end), end)
+
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A block: `block_size` positions of every group."""
+    """Blocks of `block_size` positions, for every group."""
 
     block_size: int
     groups: tuple[GroupLayout, ...]
+    """At least one; all of the same `position_bytes`."""
 
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.block_size * sum(group.position_bytes() for group in self.groups)
+        """Bytes of one block of one group."""
+        return self.block_size * self.groups[0].position_bytes()
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):

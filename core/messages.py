@@ -132,6 +132,17 @@ class Drain(Message, frozen=True, kw_only=True):
     """Admit nothing more; finish what runs."""
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """A router's heartbeat, sent every HEARTBEAT_S to each worker: who does not hear it gives its requests up."""
+
+
+class Audit(Message, frozen=True, kw_only=True):
+    """Asks a member to check its invariants and to show its books. A worker answers Audited, a router AuditReport."""
+
+    number: int
+    """Echoed in the answer."""
+
+
 # ---- worker to router ----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +253,18 @@ class Tokens(RequestMessage, frozen=True, kw_only=True):
     """Time the request waited at the decode worker before its first step (first message only)."""
 
 
+class Audited(Message, frozen=True, kw_only=True):
+    """What a member found when it checked itself, on the thread that owns its state."""
+
+    number: int
+    member: WorkerId | RouterId
+    epoch: Epoch
+    problems: tuple[str, ...]
+    """Broken invariants, each beginning with its number; empty when all hold."""
+    books: dict[str, int]
+    """Counts of what is held, by name: all 0 when the member is idle."""
+
+
 class KvUsage(msgspec.Struct, frozen=True, kw_only=True):
     """KV-1: free + cached + used = total."""
 
@@ -307,15 +330,36 @@ class RouterStatus(Message, frozen=True, kw_only=True):
     """The last heartbeat of each live worker."""
 
 
-ToWorker = Hello | Connect | Disconnect | Submit | Prefill | Offer | Release | Renew | Cancel | Drain
+class AuditReport(Message, frozen=True, kw_only=True):
+    """A router's answer to Audit: itself, and every worker it holds a link to."""
+
+    number: int
+    members: tuple[Audited, ...]
+    silent: tuple[WorkerId, ...] = ()
+    """Workers that did not answer in time."""
+
+
+ToWorker = Hello | Connect | Disconnect | Submit | Prefill | Offer | Release | Renew | Cancel | Drain | Alive | Audit
 FromWorker = (
-    Welcome | Reject | PeerReady | PeerRefused | Credit | Refused | Offer | PullDone | Renew | Tokens | WorkerStatus
+    Welcome
+    | Reject
+    | PeerReady
+    | PeerRefused
+    | Credit
+    | Refused
+    | Offer
+    | PullDone
+    | Renew
+    | Tokens
+    | WorkerStatus
+    | Audited
 )
-ToRouter = Hello | WorkerSet | Drain
-FromRouter = RouterStatus | Reject
+ToRouter = Hello | WorkerSet | Drain | Audit
+FromRouter = RouterStatus | Reject | AuditReport
 AnyMessage = (
     Hello | Welcome | Reject | Connect | Disconnect | Submit | Prefill | Release | Renew | Cancel | Drain
     | PeerReady | PeerRefused | Credit | Refused | Offer | PullDone | Tokens | WorkerStatus | WorkerSet | RouterStatus
+    | Alive | Audit | Audited | AuditReport
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from core.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
-from core.messages import Credit, FromWorker, Offer, PullDone, Refused, Renew
+from core.messages import Credit, FromWorker, Offer, PullDone, Renew
+from core.outbox import Outbox, RefusalKind
 from core.request import AttemptKey
 from decode.reception import Ready, Reception
 from engine.kv.pool import BlockPool
@@ -27,12 +28,21 @@ CREDITS_WAITING_MAX = 1024
 READ_HOPELESS_S = 1.5 * READ_TIMEOUT_S
 """A read whose end was not reported by then fails its attempt; its destinations stay bound until the report."""
 
+INTAKE_COUNTERS = (
+    "pdcluster_pulled_blocks_total",
+    "pdcluster_pulled_bytes_total",
+    "pdcluster_pull_read_seconds_total",
+    "pdcluster_pulls_total",
+    "pdcluster_pulls_failed_total",
+    "pdcluster_digest_mismatches_total",
+    "pdcluster_credits_lapsed_total",
+)
+
 
 class Intake:
     """All receptions of one decode worker."""
 
-    def __init__(self, *, worker_id: WorkerId, pool: BlockPool, puller: BlockPuller, credit_s: float) -> None:
-        self._worker_id = worker_id
+    def __init__(self, *, pool: BlockPool, puller: BlockPuller, credit_s: float, outbox: Outbox) -> None:
         self._pool = pool
         self._puller = puller
         self._credit_s = credit_s
@@ -41,19 +51,7 @@ class Intake:
         self._active: dict[RequestId, Reception] = {}
         self._abandoned: dict[AttemptKey, Reception] = {}
         self._ready: list[Ready] = []
-        self._outbound: list[tuple[RouterId, FromWorker]] = []
-        self.counters = dict.fromkeys(
-            (
-                "pdcluster_pulled_blocks_total",
-                "pdcluster_pulled_bytes_total",
-                "pdcluster_pull_read_seconds_total",
-                "pdcluster_pulls_total",
-                "pdcluster_pulls_failed_total",
-                "pdcluster_digest_mismatches_total",
-                "pdcluster_credits_lapsed_total",
-            ),
-            0.0,
-        )
+        self._outbox = outbox
 
     @property
     def num_waiting(self) -> int:
@@ -236,16 +234,16 @@ class Intake:
             self._commit(reception, now)
 
     def _count(self, result: PullResult) -> None:
-        self.counters["pdcluster_pulled_blocks_total"] += len(result.verified)
-        self.counters["pdcluster_pulled_bytes_total"] += result.num_bytes
-        self.counters["pdcluster_pull_read_seconds_total"] += result.seconds
-        self.counters["pdcluster_digest_mismatches_total"] += result.num_mismatches
+        self._outbox.count("pdcluster_pulled_blocks_total", len(result.verified))
+        self._outbox.count("pdcluster_pulled_bytes_total", result.num_bytes)
+        self._outbox.count("pdcluster_pull_read_seconds_total", result.seconds)
+        self._outbox.count("pdcluster_digest_mismatches_total", result.num_mismatches)
 
     def _commit(self, reception: Reception, now: float) -> None:
         session = reception.session
         assert session is not None and session.lease_id is not None
         del self._active[reception.submit.request_id]
-        self.counters["pdcluster_pulls_total"] += 1
+        self._outbox.count("pdcluster_pulls_total")
         final_s = reception.offered_final_s if reception.offered_final_s is not None else now
         done = PullDone(
             request_id=reception.submit.request_id,
@@ -296,7 +294,7 @@ class Intake:
         if session.lease_id is not None:
             self._fail(reception, "transfer_failed", "the lease ended before all was read")
             return
-        self.counters["pdcluster_credits_lapsed_total"] += 1
+        self._outbox.count("pdcluster_credits_lapsed_total")
         problem = "no offer came in time" if reception.offer is None else "the promised blocks did not become free"
         self._fail(reception, "credit_lapsed", problem)
 
@@ -311,20 +309,14 @@ class Intake:
         key = reception.key
         self._send(reception, Renew(request_id=key.request_id, attempt=key.attempt, lease_id=lease_id))
 
-    def _fail(self, reception: Reception, kind: str, reason: str) -> None:
-        self.counters["pdcluster_pulls_failed_total"] += 1
+    def _fail(self, reception: Reception, kind: RefusalKind, reason: str) -> None:
+        self._outbox.count("pdcluster_pulls_failed_total")
         self._refuse(reception, kind, reason)
 
-    def _refuse(self, reception: Reception, kind: str, reason: str) -> None:
+    def _refuse(self, reception: Reception, kind: RefusalKind, reason: str) -> None:
         verified = reception.session.num_verified_prefix if reception.session is not None else 0
-        refused = Refused(
-            request_id=reception.submit.request_id,
-            attempt=reception.submit.attempt,
-            kind=kind,  # type: ignore[arg-type]
-            reason=f"{self._worker_id}: {reason}",
-            num_verified_blocks=len(reception.held) + verified,
-        )
-        self._send(reception, refused)
+        num_verified = len(reception.held) + verified
+        self._outbox.refuse(reception.router, reception.key, kind, reason, num_verified)
         self._drop(reception)
 
     def _drop(self, reception: Reception) -> None:
@@ -355,12 +347,8 @@ class Intake:
             reception.targets = []
 
     def _send(self, reception: Reception, message: FromWorker) -> None:
-        self._outbound.append((reception.router, message))
+        self._outbox.send(reception.router, message)
 
     def take_ready(self) -> list[Ready]:
         ready, self._ready = self._ready, []
         return ready
-
-    def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
-        outbound, self._outbound = self._outbound, []
-        return outbound

@@ -22,15 +22,15 @@ from core.messages import (
     Drain,
     FromWorker,
     Offer,
-    Refused,
     Submit,
     Tokens,
     TokenUpdate,
     ToWorker,
     WorkerStatus,
 )
-from core.request import Request
-from decode.intake import Intake
+from core.outbox import Outbox, RefusalKind
+from core.request import AttemptKey, Request
+from decode.intake import INTAKE_COUNTERS, Intake
 from decode.peers import PeerTable
 from decode.reception import Ready, Reception
 from engine.scheduler import Progress, Scheduler, Sequence
@@ -41,6 +41,15 @@ from kvtransfer.transport.base import Peer
 
 SEQUENCES_WAITING_MAX = 4096
 """Sequences queued at one decode worker; more are refused as overloaded."""
+
+DECODE_COUNTERS = (
+    "pdcluster_decode_prompt_tokens_computed_total",
+    "pdcluster_decode_prompt_tokens_cached_total",
+    "pdcluster_decode_tokens_total",
+    "pdcluster_preemptions_total",
+    "pdcluster_step_seconds_total",
+    "pdcluster_steps_total",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +78,10 @@ class LiveRequest:
     num_unfinished: int = 0
     has_answered: bool = False
 
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(request_id=self.request.request_id, attempt=self.attempt)
+
 
 class DecodeWorker:
     """See the module."""
@@ -84,25 +97,12 @@ class DecodeWorker:
         self._block_size = scheduler.table.block_size
         self._runner = runner
         self._puller = puller
-        self._intake = Intake(
-            worker_id=settings.worker_id, pool=scheduler.pool, puller=puller, credit_s=settings.credit_s
-        )
+        self._outbox = Outbox(settings.worker_id, settings.epoch, (*DECODE_COUNTERS, *INTAKE_COUNTERS))
+        self._intake = Intake(pool=scheduler.pool, puller=puller, credit_s=settings.credit_s, outbox=self._outbox)
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[int, LiveRequest] = {}
         self._peers = PeerTable(settings.worker_id, settings.handshake, puller)
-        self._outbound: list[tuple[RouterId, FromWorker]] = []
         self._is_draining = False
-        self._counters: dict[str, float] = dict.fromkeys(
-            (
-                "pdcluster_decode_prompt_tokens_computed_total",
-                "pdcluster_decode_prompt_tokens_cached_total",
-                "pdcluster_decode_tokens_total",
-                "pdcluster_preemptions_total",
-                "pdcluster_step_seconds_total",
-                "pdcluster_steps_total",
-            ),
-            0.0,
-        )
 
     def handshake(self) -> Handshake:
         return self._settings.handshake
@@ -133,7 +133,7 @@ class DecodeWorker:
             self._cancel(message.request_id, known)
         refusal = self._refusal(message)
         if refusal is not None:
-            self._outbound.append((source, refusal))
+            self._outbox.refuse(source, message, *refusal)
             return
         request = message.request
         num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
@@ -154,33 +154,29 @@ class DecodeWorker:
             num_demanded_blocks=num_demanded,
             ttl_s=self._settings.credit_s,
         )
-        self._outbound.append((source, credit))
+        self._outbox.send(source, credit)
         self._start(Ready(submit=message, router=source, hashes=hashes, blocks=held, received_s=now))
 
     def _attempt_of(self, request_id: RequestId) -> Attempt | None:
         live = self._live.get(request_id)
         return live.attempt if live is not None else self._intake.attempt_of(request_id)
 
-    def _refusal(self, message: Submit) -> Refused | None:
+    def _refusal(self, message: Submit) -> tuple[RefusalKind, str] | None:
         request = message.request
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
         if self._is_draining:
-            return self._refused(message, "draining", "the worker is draining")
+            return "draining", "the worker is draining"
         if not request.token_ids or min(request.token_ids) < 0 or max(request.token_ids) >= self._settings.vocab_size:
             text = f"the prompt needs at least one token id, all in [0, {self._settings.vocab_size})"
-            return self._refused(message, "invalid", text)
+            return "invalid", text
         if request.num_children < 1 or request.sampling.max_tokens < 1:
-            return self._refused(message, "invalid", "at least one child and one token must be asked for")
+            return "invalid", "at least one child and one token must be asked for"
         if num_tokens > self._settings.max_model_len or num_tokens > self._pool.num_blocks * self._block_size:
             text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._settings.max_model_len}"
-            return self._refused(message, "too_long", text)
+            return "too_long", text
         if self._scheduler.num_waiting + request.num_children > SEQUENCES_WAITING_MAX:
-            return self._refused(message, "overloaded", f"{SEQUENCES_WAITING_MAX} sequences are waiting")
+            return "overloaded", f"{SEQUENCES_WAITING_MAX} sequences are waiting"
         return None
-
-    def _refused(self, message: Submit, kind: str, reason: str) -> Refused:
-        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
-        return Refused(request_id=message.request_id, attempt=message.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
 
     def _start(self, ready: Ready) -> None:
         """Hand a request to the scheduler, one sequence per child; they share the prompt's blocks."""
@@ -241,12 +237,14 @@ class DecodeWorker:
         older, answers = self._peers.connect(source, message)
         for peer in older:
             self._lose_peer(peer)
-        self._outbound += answers
+        for router, answer in answers:
+            self._outbox.send(router, answer)
 
     def _on_peer_result(self, result: PeerResult) -> None:
         if result.is_ready and self._peers.knows(result.peer):
             self._intake.peer_ready(result.peer)
-        self._outbound += self._peers.answer(result)
+        for router, answer in self._peers.answer(result):
+            self._outbox.send(router, answer)
         if not result.is_ready:
             self._lose_peer(result.peer)
 
@@ -268,38 +266,33 @@ class DecodeWorker:
         )
         for ready in self._intake.take_ready():
             self._start(ready)
-        self._outbound += self._intake.take_outbound()
         self._expire(now)
         plan = self._scheduler.plan()
         if plan is None:
             return bool(results)
         self._mark_started(plan, now)
         output = self._runner.execute(plan)
-        self._counters["pdcluster_steps_total"] += 1
-        self._counters["pdcluster_step_seconds_total"] += sum(output.timings_s.values())
+        self._outbox.count("pdcluster_steps_total")
+        self._outbox.count("pdcluster_step_seconds_total", sum(output.timings_s.values()))
         self._deliver(self._scheduler.apply(plan, output))
         return True
 
     def _expire(self, now: float) -> None:
         for live in [r for r in self._live.values() if r.deadline_s <= now]:
-            reason = f"{self.worker_id}: the request's deadline passed"
-            refused = Refused(
-                request_id=live.request.request_id, attempt=live.attempt, kind="overloaded", reason=reason
-            )
-            self._outbound.append((live.router, refused))
+            self._outbox.refuse(live.router, live.key, "overloaded", "the request's deadline passed")
             self._end(live)
 
     def _mark_started(self, plan: StepPlan, now: float) -> None:
         counts = np.diff(plan.query_start)
         lengths = np.repeat(self._scheduler.table.prompt_length[plan.rows], counts)
         computed = int(np.count_nonzero(plan.positions < lengths))
-        self._counters["pdcluster_decode_prompt_tokens_computed_total"] += computed
+        self._outbox.count("pdcluster_decode_prompt_tokens_computed_total", computed)
         if computed:
             for live in self._live.values():
                 for sequence in live.sequences:
                     if sequence.first_step_s is None and sequence.row is not None:
                         sequence.first_step_s = now
-                        self._counters["pdcluster_decode_prompt_tokens_cached_total"] += sequence.num_cached_tokens
+                        self._outbox.count("pdcluster_decode_prompt_tokens_cached_total", sequence.num_cached_tokens)
 
     def _deliver(self, progress: Iterable[Progress]) -> None:
         """One Tokens message per request with everything this step produced for it."""
@@ -309,8 +302,8 @@ class DecodeWorker:
             updates.setdefault(live.request.request_id, []).append(_update(item))
         for request_id, tokens in updates.items():
             live = self._live[request_id]
-            self._counters["pdcluster_decode_tokens_total"] += len(tokens)
-            self._outbound.append((live.router, self._tokens(live, tokens)))
+            self._outbox.count("pdcluster_decode_tokens_total", len(tokens))
+            self._outbox.send(live.router, self._tokens(live, tokens))
             live.num_unfinished -= sum(update.finish_reason is not None for update in tokens)
             if live.num_unfinished == 0:
                 self._end(live)
@@ -331,12 +324,10 @@ class DecodeWorker:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
-        outbound, self._outbound = self._outbound + self._intake.take_outbound(), []
-        return outbound
+        return self._outbox.take()
 
     def status(self) -> WorkerStatus:
-        counters = {**self._counters, **self._intake.counters}
-        counters["pdcluster_preemptions_total"] = float(self._scheduler.num_preemptions)
+        counters = {**self._outbox.counters, "pdcluster_preemptions_total": float(self._scheduler.num_preemptions)}
         return WorkerStatus(
             worker=self.worker_id,
             role=self.role,

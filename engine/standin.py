@@ -40,7 +40,7 @@ class StandinRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         self.num_steps += 1
         self.num_computed_tokens += plan.num_tokens
-        blocks, offsets = plan.slots // self.block_size, plan.slots % self.block_size
+        blocks, offsets = plan.slots[0] // self.block_size, plan.slots[0] % self.block_size
         self._kv[blocks, 0, offsets] = plan.token_ids
         self._kv[blocks, 1, offsets] = plan.positions
         tokens = np.array([self._sample(plan, i) for i in range(len(plan.sample_rows))], dtype=np.int32)
@@ -60,7 +60,7 @@ class StandinRunner:
     def _sample(self, plan: StepPlan, index: int) -> int:
         row = int(plan.sample_rows[index])
         length = int(plan.context_lengths[row])
-        table = plan.block_tables[row, : -(-length // self.block_size)]
+        table = plan.block_tables[0, row, : -(-length // self.block_size)]
         context = self._kv[table, 0].reshape(-1)[:length]
         positions = self._kv[table, 1].reshape(-1)[:length]
         misplaced = int(np.count_nonzero(positions != np.arange(length, dtype=np.uint32)))

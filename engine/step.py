@@ -70,13 +70,14 @@ class StepPlan:
     positions: IntArray
     """[T] position of each id in its sequence."""
     slots: LongArray
-    """[T] where each position's KV goes: block_id * block_size + offset."""
+    """[G, T] per group of layers, where each position's KV goes: block_id * block_size + offset."""
     query_start: IntArray
     """[S + 1] sequence s has token_ids[query_start[s]:query_start[s+1]]."""
     context_lengths: IntArray
     """[S] positions to attend to, this step's included: start + count."""
     block_tables: IntArray
-    """[S, max blocks in this plan] block ids; entries past a row's blocks are 0 and never read."""
+    """[G, S, max blocks in this plan] block ids per group; entries past a row's blocks, and those of a
+    window group before the first needed block, are 0 and never attended to."""
     sample_rows: IntArray
     """[B] indices into [0, S) of sequences whose last position's logits are sampled, ascending."""
     sampling: SamplingBatch

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from core.messages import Offer
+from core.request import AttemptKey
 from engine.scheduler import Sequence
 
 
@@ -30,6 +31,10 @@ class Handoff:
     started_s: float | None = None
     block_ids: list[BlockId] = field(default_factory=list)
     digests: list[BlockDigest] = field(default_factory=list)
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(request_id=self.request_id, attempt=self.attempt)
 
     @property
     def num_offered(self) -> int:

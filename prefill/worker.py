@@ -15,12 +15,12 @@ from core.messages import (
     Drain,
     FromWorker,
     Prefill,
-    Refused,
     Release,
     Renew,
     ToWorker,
     WorkerStatus,
 )
+from core.outbox import Outbox, RefusalKind
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner
 from kvtransfer.integrity import Digester
@@ -31,6 +31,17 @@ from prefill.handoff import Handoff
 
 PREFILLS_WAITING_MAX = 1024
 """Prompts queued at one prefill worker; more are refused as overloaded."""
+
+PREFILL_COUNTERS = (
+    "pdcluster_prefill_computed_tokens_total",
+    "pdcluster_prefill_cached_tokens_total",
+    "pdcluster_prefill_prompts_total",
+    "pdcluster_leases_granted_total",
+    "pdcluster_leases_expired_total",
+    "pdcluster_blocks_offered_total",
+    "pdcluster_step_seconds_total",
+    "pdcluster_steps_total",
+)
 LEASE_ENDED = "the lease ended before the reader took the blocks"
 
 
@@ -72,21 +83,8 @@ class PrefillWorker:
         self._leases = LeaseTable(settings.lease_s)
         self._handoffs: dict[RequestId, Handoff] = {}
         self._by_sequence: dict[int, Handoff] = {}
-        self._outbound: list[tuple[RouterId, FromWorker]] = []
+        self._outbox = Outbox(settings.worker_id, settings.epoch, PREFILL_COUNTERS)
         self._is_draining = False
-        self._counters: dict[str, float] = dict.fromkeys(
-            (
-                "pdcluster_prefill_computed_tokens_total",
-                "pdcluster_prefill_cached_tokens_total",
-                "pdcluster_prefill_prompts_total",
-                "pdcluster_leases_granted_total",
-                "pdcluster_leases_expired_total",
-                "pdcluster_blocks_offered_total",
-                "pdcluster_step_seconds_total",
-                "pdcluster_steps_total",
-            ),
-            0.0,
-        )
 
     def handshake(self) -> Handshake:
         return self._settings.handshake
@@ -123,7 +121,7 @@ class PrefillWorker:
             self._cancel(message.request_id, known.attempt)
         refusal = self._refusal(message)
         if refusal is not None:
-            self._outbound.append((source, refusal))
+            self._outbox.refuse(source, message, *refusal)
             return
         request = message.request
         num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
@@ -148,26 +146,22 @@ class PrefillWorker:
         self._by_sequence[id(sequence)] = handoff
         self._scheduler.add(sequence)
 
-    def _refusal(self, message: Prefill) -> Refused | None:
+    def _refusal(self, message: Prefill) -> tuple[RefusalKind, str] | None:
         token_ids = message.request.token_ids
         num_demanded = num_demanded_blocks(len(token_ids), self._block_size)
         if self._is_draining:
-            return self._refused(message, "draining", "the worker is draining")
+            return "draining", "the worker is draining"
         if not 0 <= message.num_held_blocks < num_demanded:
             text = f"num_held_blocks is {message.num_held_blocks}, the prompt demands {num_demanded} blocks"
-            return self._refused(message, "invalid", text)
+            return "invalid", text
         if len(token_ids) > self._settings.max_model_len or num_demanded > self._pool.num_blocks:
             text = f"the prompt has {len(token_ids)} tokens, this worker takes {self._settings.max_model_len}"
-            return self._refused(message, "too_long", text)
+            return "too_long", text
         if min(token_ids) < 0 or max(token_ids) >= self._settings.vocab_size:
-            return self._refused(message, "invalid", f"token ids must lie in [0, {self._settings.vocab_size})")
+            return "invalid", f"token ids must lie in [0, {self._settings.vocab_size})"
         if self._scheduler.num_waiting >= PREFILLS_WAITING_MAX:
-            return self._refused(message, "overloaded", f"{PREFILLS_WAITING_MAX} prompts are waiting")
+            return "overloaded", f"{PREFILLS_WAITING_MAX} prompts are waiting"
         return None
-
-    def _refused(self, message: Prefill, kind: str, reason: str) -> Refused:
-        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
-        return Refused(request_id=message.request_id, attempt=message.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
 
     def _cancel(self, request_id: RequestId, attempt: Attempt) -> None:
         """Stop computing and give the lease back. Older and newer attempts are left alone (TX-2)."""
@@ -195,9 +189,9 @@ class PrefillWorker:
             for sequence in [h.sequence for h in self._handoffs.values() if h.sequence.row is not None]:
                 self._mark_started(sequence, now)
             output = self._runner.execute(plan)
-            self._counters["pdcluster_prefill_computed_tokens_total"] += plan.num_tokens
-            self._counters["pdcluster_steps_total"] += 1
-            self._counters["pdcluster_step_seconds_total"] += sum(output.timings_s.values())
+            self._outbox.count("pdcluster_prefill_computed_tokens_total", plan.num_tokens)
+            self._outbox.count("pdcluster_steps_total")
+            self._outbox.count("pdcluster_step_seconds_total", sum(output.timings_s.values()))
             progress += self._scheduler.apply(plan, output)
             now += sum(output.timings_s.values())  # leases start when the step ended, not when it began
         for item in _latest(progress):
@@ -210,24 +204,24 @@ class PrefillWorker:
         handoff = self._by_sequence[id(sequence)]
         if handoff.started_s is None:
             handoff.started_s = now
-            self._counters["pdcluster_prefill_cached_tokens_total"] += sequence.num_cached_tokens
+            self._outbox.count("pdcluster_prefill_cached_tokens_total", sequence.num_cached_tokens)
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.reap(now):
-            self._counters["pdcluster_leases_expired_total"] += 1
+            self._outbox.count("pdcluster_leases_expired_total")
             self._pool.release(list(lease.block_ids))
             handoff = self._handoffs.get(lease.request_id)
             if handoff is not None and handoff.lease_id == lease.lease_id:
                 self._end(handoff)
-                self._give_up(handoff, "transfer_failed", LEASE_ENDED)
+                self._outbox.refuse(handoff.router, handoff.key, "transfer_failed", LEASE_ENDED)
         for handoff in [h for h in self._handoffs.values() if h.deadline_s <= now]:
             self._cancel(handoff.request_id, handoff.attempt)
-            self._give_up(handoff, "overloaded", "the request's deadline passed before its prompt was computed")
-
-    def _give_up(self, handoff: Handoff, kind: str, reason: str) -> None:
-        text = f"{self.worker_id} (epoch {self.epoch}): {reason}"
-        refused = Refused(request_id=handoff.request_id, attempt=handoff.attempt, kind=kind, reason=text)  # type: ignore[arg-type]
-        self._outbound.append((handoff.router, refused))
+            self._outbox.refuse(
+                handoff.router,
+                handoff.key,
+                "overloaded",
+                "the request's deadline passed before its prompt was computed",
+            )
 
     def _offer_final_blocks(self, progress: Progress, now: float) -> None:
         """Lease and digest the blocks that became final, say so, and let the sequence go when all are."""
@@ -239,10 +233,10 @@ class PrefillWorker:
             blocks = self._scheduler.table.row_blocks(row)[handoff.num_offered : num_final]
             if not self._lease(handoff, blocks, now):
                 self._cancel(handoff.request_id, handoff.attempt)
-                self._give_up(handoff, "transfer_failed", LEASE_ENDED)
+                self._outbox.refuse(handoff.router, handoff.key, "transfer_failed", LEASE_ENDED)
                 return
             handoff.append(blocks, self._digests(blocks))
-            self._counters["pdcluster_blocks_offered_total"] += len(blocks)
+            self._outbox.count("pdcluster_blocks_offered_total", len(blocks))
             offer = handoff.offer(
                 worker=self.worker_id,
                 epoch=self.epoch,
@@ -250,16 +244,16 @@ class PrefillWorker:
                 num_cached_blocks=progress.sequence.num_cached_tokens // self._block_size,
                 now=now,
             )
-            self._outbound.append((handoff.router, offer))
+            self._outbox.send(handoff.router, offer)
         if progress.is_complete:
-            self._counters["pdcluster_prefill_prompts_total"] += 1
+            self._outbox.count("pdcluster_prefill_prompts_total")
             self._end(handoff)
 
     def _lease(self, handoff: Handoff, blocks: list[BlockId], now: float) -> bool:
         """Pin blocks under the handoff's lease, renewed by the way. False, and nothing changed, when it has ended."""
         if handoff.lease_id is None:
             handoff.lease_id = self._leases.grant(handoff.request_id, handoff.attempt, now).lease_id
-            self._counters["pdcluster_leases_granted_total"] += 1
+            self._outbox.count("pdcluster_leases_granted_total")
         if not self._leases.renew(handoff.lease_id, now):
             return False
         self._pool.acquire(blocks)
@@ -275,8 +269,7 @@ class PrefillWorker:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def take_outbound(self) -> list[tuple[RouterId, FromWorker]]:
-        outbound, self._outbound = self._outbound, []
-        return outbound
+        return self._outbox.take()
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(
@@ -289,7 +282,7 @@ class PrefillWorker:
             num_leases=self._leases.num_leases,
             num_pins=self._leases.num_blocks,
             kv=self._pool.usage(),
-            counters=dict(self._counters),
+            counters=dict(self._outbox.counters),
         )
 
     def check(self) -> None:

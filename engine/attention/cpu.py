@@ -85,7 +85,7 @@ class CpuAttention:
                 pieces.append(self._group_piece(plan, first, end, int(num_blocks[first:end].max()), dtype))
             else:
                 pieces.append(self._chunk_piece(plan, first, int(num_blocks[first]), dtype))
-        slots = torch.from_numpy(plan.slots).to(self._cache.device)
+        slots = torch.from_numpy(plan.slots[0]).to(self._cache.device)
         return CpuMetadata(slot_rows=self._cache.slot_rows(slots), pieces=tuple(pieces))
 
     def _groups(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
@@ -104,7 +104,7 @@ class CpuAttention:
         yield first, len(counts)
 
     def _rows(self, plan: StepPlan, first: int, end: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        table = plan.block_tables[first:end, :num_blocks].astype(np.int64)
+        table = plan.block_tables[0, first:end, :num_blocks].astype(np.int64)
         table = np.pad(table, ((0, 0), (0, num_blocks - table.shape[1])))
         return self._cache.part_rows(torch.from_numpy(table.reshape(-1)).to(self._cache.device))
 

@@ -32,11 +32,11 @@ class ReferenceAttention:
         sequences = []
         for index in range(plan.num_sequences):
             position = torch.arange(int(plan.context_lengths[index]))
-            table = torch.from_numpy(plan.block_tables[index]).long()
+            table = torch.from_numpy(plan.block_tables[0, index]).long()
             slots = table[position // size] * size + position % size
             first, end = plan.query_start[index : index + 2].tolist()
             sequences.append((first, end, slots.to(device)))
-        return ReferenceMetadata(slots=torch.from_numpy(plan.slots).to(device), sequences=tuple(sequences))
+        return ReferenceMetadata(slots=torch.from_numpy(plan.slots[0]).to(device), sequences=tuple(sequences))
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: ReferenceMetadata
