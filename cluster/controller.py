@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from cluster.reconcile import (
 )
 from cluster.router_contact import RouterContact
 from cluster.runtime import Observed, Runtime
+from cluster.silence import SilenceWatch
 from core.clock import Clock
 from core.errors import ClusterError
 from core.ids import Epoch, RouterId, WorkerId
@@ -105,6 +107,7 @@ class Controller:
         self._states = _restore(self._durable, clock.now())
         self._problems: list[Observed] = []
         self._contacts: dict[MemberId, tuple[RouterContact, asyncio.Task[None]]] = {}
+        self._silence = SilenceWatch()
         self._is_stopping = False
         self._status: dict[str, Any] = {"name": target.config.name, "state": "starting", "reason": ""}
         self._status |= {"workers": [], "routers": [], "controller": self._describe_self("")}
@@ -132,7 +135,7 @@ class Controller:
             return
         observed, self._problems = observed + self._problems, []
         # 2. Decide.
-        decision = decide(self._target, self._states, observed, self._clock.now())
+        decision = decide(self._target, self._states, self._listen(observed), self._clock.now())
         self._log(decision)
         # 3. Record, before anything is done.
         self._states = decision.record
@@ -144,6 +147,22 @@ class Controller:
             await self._act(action)
         # 5. Publish.
         self._publish(observed, decision)
+
+    def _listen(self, observed: list[Observed]) -> list[Observed]:
+        """What was observed, with how long each listening member has been silent."""
+        listening = {(one.id, one.epoch): one for one in observed if one.alive and one.endpoint}
+        heard = {
+            (contact.router.id, contact.router.epoch): contact.status
+            for contact, _task in self._contacts.values()
+            if contact.status is not None and contact.is_heard()
+        }
+        silent = self._silence.look(
+            [life for life, one in listening.items() if one.role == "router"],
+            [life for life, one in listening.items() if one.role != "router"],
+            heard,
+            self._clock.now(),
+        )
+        return [replace(one, silent_s=silent.get((one.id, one.epoch), 0.0)) for one in observed]
 
     async def shutdown(self) -> None:
         """End every process, routers first, and the loop. Idempotent."""

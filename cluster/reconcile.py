@@ -18,6 +18,8 @@ from core.ids import Epoch, Role, RouterId, WorkerId
 START_FAILURES_MAX = 3
 START_TIMEOUT_S = 300.0
 """A member that does not listen by then is stopped and counts as failed."""
+SILENT_S = 15.0
+"""A member that listened and that nobody has heard for so long is stopped or wedged: it is replaced."""
 NO_EPOCH = Epoch(0)
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -152,6 +154,8 @@ def _advance(state: MemberState, seen: Sequence[Observed], now: float) -> Member
         return state
     if state.phase == "starting":
         return replace(state, phase="ready", since_s=now, num_start_failures=0, problem="")
+    if current.silent_s >= SILENT_S:
+        return _after_end(state, f"it runs, but nobody has heard it for {SILENT_S:.0f} s", now)
     if state.num_restarts and now - state.since_s >= STABLE_S:
         return replace(state, num_restarts=0)
     return state

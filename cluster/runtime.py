@@ -56,6 +56,8 @@ class Observed:
     """Of a router: base URL of its HTTP server."""
     problem: str | None = None
     """Why it is not alive, in words."""
+    silent_s: float = 0.0
+    """Seconds that nobody has heard it, although it runs. Known to the controller, not to the runtime."""
 
 
 class Runtime(Protocol):

@@ -17,13 +17,24 @@ from core.errors import LinkClosedError, LinkOverflowError
 from core.ids import Epoch, RouterId
 from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Link
-from core.messages import HEARTBEAT_S, AnyMessage, FromWorker, Hello, Reject, ToWorker, Welcome, WorkerStatus
+from core.messages import (
+    HEARTBEAT_S,
+    HEARTBEAT_TIMEOUT_S,
+    Alive,
+    AnyMessage,
+    FromWorker,
+    Hello,
+    Reject,
+    ToWorker,
+    Welcome,
+    WorkerStatus,
+)
 from core.worker import Worker
 
 HELLO_TIMEOUT_S = 5.0
 IDLE_WAIT_S = 0.05
 """Longest pause of an idle step loop: expiries are seen this late at most."""
-STEP_STALL_S = 120.0
+STEP_STALL_S = 60.0
 """A step thread that did not come round for so long is stuck: the worker falls silent and is taken for dead."""
 STOP_TIMEOUT_S = 10.0
 
@@ -64,8 +75,11 @@ class Doorway:
         self._clock = clock
         self._links: dict[RouterId, Link] = {}
         self._epochs: dict[RouterId, Epoch] = {}
+        self._heard_s: dict[RouterId, float] = {}
         self._status = status
         self._status_s = clock.now()
+        self.is_mute = False
+        """The worker has ended; its loop may live on for a moment."""
 
     async def accept(self, link: Link) -> None:
         """Serve one link until it closes (a `core.link.Accept`)."""
@@ -74,6 +88,7 @@ class Doorway:
             return
         older, self._links[hello.sender] = self._links.get(hello.sender), link
         self._epochs[hello.sender] = hello.epoch
+        self._heard_s[hello.sender] = self._clock.now()
         if older is not None:
             self._inbox.put(hello.sender, [None])
             await older.close("replaced by a newer link of the same sender")
@@ -83,7 +98,8 @@ class Doorway:
                 frame = await link.receive()
                 if self._links.get(hello.sender) is not link:  # what a replaced link still brings is nobody's
                     return
-                self._inbox.put(hello.sender, [m for m in frame if not isinstance(m, Hello)])  # type: ignore[misc]
+                self._heard_s[hello.sender] = self._clock.now()
+                self._inbox.put(hello.sender, [m for m in frame if not isinstance(m, Hello | Alive)])  # type: ignore[misc]
         except (LinkClosedError, LinkOverflowError):
             if self._links.get(hello.sender) is link:
                 del self._links[hello.sender]
@@ -121,8 +137,8 @@ class Doorway:
             self._send(router, messages)
 
     def heartbeat(self) -> None:
-        """To every peer, unless the step is stuck."""
-        if self._clock.now() - self._status_s < STEP_STALL_S:
+        """To every peer, unless the step is stuck or has ended: nobody answers for a worker that is not there."""
+        if not self.is_mute and self._clock.now() - self._status_s < STEP_STALL_S:
             for router in list(self._links):
                 self._send(router, [self._status])
 
@@ -138,9 +154,12 @@ class Doorway:
             self._inbox.put(router, [None])
 
     async def beat(self) -> None:
-        """Send heartbeats for ever."""
+        """Send heartbeats, and give up routers that send none, for ever."""
         while True:
             self.heartbeat()
+            for router, link in list(self._links.items()):
+                if self._clock.now() - self._heard_s[router] >= HEARTBEAT_TIMEOUT_S:
+                    await link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s")
             await self._clock.sleep(HEARTBEAT_S)
 
 
@@ -207,9 +226,11 @@ class ThreadedHost:
                 if not did_work:
                     self._inbox.bell.wait(IDLE_WAIT_S)
         except BaseException as error:
+            self._doorway.is_mute = True
             self._on_failure(error)
             raise
         finally:
+            self._doorway.is_mute = True
             self._worker.close()
 
     def _hand_over(self) -> None:

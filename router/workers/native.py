@@ -14,6 +14,7 @@ from core.link import Dialer, Link
 from core.messages import (
     HEARTBEAT_S,
     HEARTBEAT_TIMEOUT_S,
+    Alive,
     AnyMessage,
     FromWorker,
     Hello,
@@ -188,7 +189,8 @@ class NativeClient:
             self._listener.worker_down(self, reason)
 
     async def _watch(self, link: Link) -> None:
-        """Cut the link when nothing was heard for HEARTBEAT_TIMEOUT_S."""
+        """Send heartbeats, and cut the link when nothing was heard for HEARTBEAT_TIMEOUT_S."""
         while self._clock.now() - self._heard_s < HEARTBEAT_TIMEOUT_S:
+            self.send(Alive())
             await self._clock.sleep(HEARTBEAT_S)
         await link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s")

@@ -15,7 +15,7 @@ from core.config import ClusterConfig
 from core.errors import ClusterError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import Link, MemoryNetwork
-from core.messages import HEARTBEAT_TIMEOUT_S, AnyMessage, Hello, RouterStatus, WorkerSet
+from core.messages import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, AnyMessage, Hello, RouterStatus, WorkerSet
 
 CONFIG = ClusterConfig.model_validate(
     {"schema_version": 1, "name": "test", "model": {"path": "m"}, "kv": {"device_blocks": 64}}
@@ -28,15 +28,18 @@ ROUTER = RouterId("router-0")
 class FakeRuntime:
     """Processes that listen as soon as they are started, and a router that answers its link."""
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: MemoryNetwork, clock: ManualClock) -> None:
         self.running: dict[tuple[MemberId, Epoch], Observed] = {}
         self.calls: list[str] = []
         self.start_problem: dict[MemberId, str] = {}
         self.is_silent = False
+        self.is_beating = False
+        """The router goes on sending heartbeats, which name no worker."""
         self.router_heard: list[AnyMessage] = []
         self.record_at_start: list[str] = []
         self.record_path: Path | None = None
         self._network = network
+        self._clock = clock
 
     async def start_worker(self, spec: WorkerSpec) -> None:
         await self._start(spec.id, spec.role, spec.epoch)
@@ -73,8 +76,18 @@ class FakeRuntime:
             num_workers_ready={"prefill": 1},
         )  # fmt: skip
         link.send([status])
+        beat = asyncio.ensure_future(self._beat(link, status))
+        try:
+            while True:
+                self.router_heard += await link.receive()
+        finally:
+            beat.cancel()
+
+    async def _beat(self, link: Link, status: RouterStatus) -> None:
         while True:
-            self.router_heard += await link.receive()
+            await self._clock.sleep(HEARTBEAT_S)
+            if self.is_beating:
+                link.send([status])
 
 
 class Bench:
@@ -83,7 +96,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork(self.clock)
-        self.runtime = FakeRuntime(self.network)
+        self.runtime = FakeRuntime(self.network, self.clock)
         self.path = directory / "controller.json"
         self.controller = self.new_controller()
 

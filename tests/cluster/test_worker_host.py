@@ -13,7 +13,7 @@ from core.config import parse_config
 from core.errors import LinkClosedError
 from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WorkerId
 from core.link import Link, MemoryLink, MemoryNetwork
-from core.messages import Cancel, Hello, KvUsage, Reject, Welcome, WorkerStatus
+from core.messages import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, Alive, Cancel, Hello, KvUsage, Reject, Welcome, WorkerStatus
 from tests.e2e.stage import LETTERS, play
 
 ROUTER = RouterId("router-0")
@@ -33,7 +33,7 @@ class Door:
             parse_config(CONFIG, file="t.yaml"), LETTERS, num_blocks=8, transport="memory", transport_metadata=b""
         )
         usage = KvUsage(blocks_total=8, blocks_free=8, blocks_cached=0, blocks_used=0)
-        doorway = Doorway(
+        self.doorway = Doorway(
             welcome=Welcome(
                 worker=worker, role=role, epoch=epoch, pid=0, handshake=handshake, model_name="m", max_model_len=9
             ),
@@ -44,7 +44,7 @@ class Door:
             inbox=self.inbox,
             clock=self.clock,
         )  # fmt: skip
-        self.network.listen("door", doorway.accept)
+        self.network.listen("door", self.doorway.accept)
 
     async def knock(self, epoch: int) -> tuple[Link, Any]:
         """A link on which a router of this epoch greets, and the first answer."""
@@ -54,7 +54,9 @@ class Door:
 
     def play(self, scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def whole() -> None:
+            beat = asyncio.ensure_future(self.doorway.beat())
             await scene()
+            beat.cancel()
             await self.network.close()
 
         play(whole, self.clock)
@@ -130,5 +132,24 @@ def test_one_link_is_left_when_a_router_dials_many_times_at_once() -> None:
                 continue
         await door.clock.sleep(0.1)
         assert len(door.inbox.take()) == 1
+
+    door.play(scene)
+
+
+def test_router_that_falls_silent_is_given_up_with_everything_it_asked_for() -> None:
+    """A stopped process keeps its sockets open: only missing heartbeats tell."""
+    door = Door()
+
+    async def scene() -> None:
+        link, _ = await door.knock(1)
+        for _ in range(int(2 * HEARTBEAT_TIMEOUT_S / HEARTBEAT_S)):
+            link.send([Alive()])
+            await door.clock.sleep(HEARTBEAT_S)
+        assert door.inbox.take() == []
+        await door.clock.sleep(HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_S)
+        assert door.inbox.take() == [(ROUTER, None)]
+        with pytest.raises(LinkClosedError):
+            while True:
+                await link.receive()
 
     door.play(scene)

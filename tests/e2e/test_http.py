@@ -26,10 +26,11 @@ START_TIMEOUT_S = 240
 class Running:
     """A cluster that `pdcluster up` started."""
 
-    def __init__(self, config: str, state: Path, name: str) -> None:
+    def __init__(self, config: str, state: Path, name: str, *settings: str) -> None:
         self.name = name
         self.environment = {**os.environ, "PDCLUSTER_STATE": str(state)}
-        self.call("up", str(ROOT / "configs" / config), "--detach", "--set", "router.port=0", "--set", f"name={name}")
+        changes = [f"--set={setting}" for setting in ("router.port=0", f"name={name}", *settings)]
+        self.call("up", str(ROOT / "configs" / config), "--detach", *changes)
         status = self.status()
         self.url = str(status["urls"][0])
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)

@@ -85,6 +85,7 @@ class Served:
         self.weights = load_weights(self.path, self.model_config, torch.float32, torch.device("cpu"))
         self.clock = SystemClock()
         self.network = MemoryNetwork(self.clock)
+        self.fabric = MemoryFabric(self.clock)
         model = served_model(self.config, self.path)
         self.cluster = LocalCluster(
             self.config,
@@ -92,7 +93,7 @@ class Served:
             self._runner,
             clock=self.clock,
             network=self.network,
-            fabric=MemoryFabric(self.clock),
+            fabric=self.fabric,
             executor=ThreadPoolExecutor(max_workers=1),
         )
         self.service = RouterService(
