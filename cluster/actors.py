@@ -21,6 +21,8 @@ from core.ids import Epoch, RouterId, WorkerId
 
 EXIT_ENDED = 70
 STOP_TIMEOUT_S = 60.0
+AUDIT_TIMEOUT_S = 15.0
+"""Longer than the controller waits for its routers."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger("pdcluster.actor")
@@ -162,6 +164,10 @@ class ControllerHost:
     def status(self) -> dict[str, Any]:
         """What the controller published last."""
         return self._controller.status()
+
+    def audit(self) -> dict[str, Any]:
+        """See `Controller.audit`."""
+        return asyncio.run_coroutine_threadsafe(self._controller.audit(), self._loop).result(AUDIT_TIMEOUT_S)
 
     def shutdown(self) -> None:
         """End every member. Returns when they have ended; raises ClusterError or TimeoutError otherwise."""

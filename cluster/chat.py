@@ -20,12 +20,17 @@ TIMING_HEADER = "x-pdcluster-timing"
 TIMING_KEY = "pdcluster_timing"
 TIMING_ROWS = (
     ("queue", "queue_s"),
+    ("credit", "credit_s"),
     ("prefill", "prefill_s"),
+    ("  its queue", "prefill_queue_s"),
     ("transfer", "transfer_s"),
+    ("tail", "tail_s"),
+    ("decode", "decode_s"),
+    ("total", "total_s"),
     ("first token", "ttft_s"),
     ("per token", "tpot_s"),
-    ("total", "total_s"),
 )
+"""The six phases add up to the total; one row is a part of the row above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

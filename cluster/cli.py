@@ -1,4 +1,4 @@
-"""The command line: `pdcluster up | down | status | validate | chat | model | version`.
+"""The command line: `pdcluster up | down | status | validate | chat | bench | model | version`.
 
 Commands parse, call and print; what they do lies in `cluster.cli_prepare`, `cluster.cli_up` and `cluster.chat`. Heavy
 modules are imported inside the commands that need them, so that `--help` and `validate` load neither torch nor Ray.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli_bench import bench
 from core.errors import ConfigError, ModelLoadError, PdclusterError
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ def main() -> None:
     """Serve language models from a Ray cluster in which some workers prefill prompts and others decode."""
 
 
+main.add_command(bench)
+
+
 _FILE = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 _SET = click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a key, e.g. router.port=0.")
 
@@ -127,8 +131,10 @@ def down(name: str | None) -> None:
 @main.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(name: str | None, as_json: bool) -> None:
+@click.option("--check", is_flag=True, help="Let every member check its invariants and show its books; 1 if any fails.")
+def status(name: str | None, as_json: bool, check: bool) -> None:
     """Show the workers, requests and KV blocks of the cluster NAME (or of the only one)."""
+    from cluster.audit import check_cluster, render_audit
     from cluster.state import is_stale
     from cluster.status import build_status, render_status
     from core.errors import ClusterError
@@ -137,6 +143,11 @@ def status(name: str | None, as_json: bool) -> None:
     if is_stale(record):
         problem = f"its processes are gone; `pdcluster down {record.name}` removes its record. Logs: {record.log_dir}"
         raise ClusterError(name=record.name, problem=problem)
+    if check:
+        launcher = _launcher()
+        judged = check_cluster(lambda: launcher.audit(record), SystemTimer())
+        click.echo(json.dumps(judged, indent=2) if as_json else render_audit(judged))
+        sys.exit(EXIT_FAILED if judged["problems"] else 0)
     described = build_status(_launcher().status(record))
     click.echo(json.dumps(described, indent=2) if as_json else render_status(described))
 

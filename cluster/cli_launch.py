@@ -43,6 +43,11 @@ class RayLauncher:
 
         return cluster_status(_handle(record))
 
+    def audit(self, record: ClusterRecord) -> Mapping[str, Any]:
+        from cluster.ray_runtime import cluster_audit
+
+        return cluster_audit(_handle(record))
+
     def stop(self, record: ClusterRecord, report: Callable[[str], None]) -> None:
         from cluster.ray_runtime import stop_cluster
 

@@ -33,6 +33,10 @@ class Launcher(Protocol):
         """What the controller published last (see `cluster.controller.Controller.status`)."""
         ...
 
+    def audit(self, record: ClusterRecord) -> Mapping[str, Any]:
+        """What every member found when it checked itself (see `cluster.controller.Controller.audit`)."""
+        ...
+
     def stop(self, record: ClusterRecord, report: Report) -> None:
         """End every process of the cluster, and of Ray what `start` started. Idempotent."""
         ...

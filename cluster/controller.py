@@ -34,12 +34,14 @@ from core.clock import Clock
 from core.errors import ClusterError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import Dialer
-from core.messages import WorkerAddress, WorkerSet
+from core.messages import HEARTBEAT_TIMEOUT_S, WorkerAddress, WorkerSet
 
 LOOP_S = 0.5
 OBSERVE_TIMEOUT_S = 30.0
 ACT_TIMEOUT_S = 30.0
 SHUTDOWN_TIMEOUT_S = 30.0
+SETTLE_MARGIN_S = 1.0
+"""What leases or links that have ended held is given back so soon after."""
 RECORD_SCHEMA_VERSION = 1
 
 logger = logging.getLogger("pdcluster.controller")
@@ -108,6 +110,7 @@ class Controller:
         self._problems: list[Observed] = []
         self._contacts: dict[MemberId, tuple[RouterContact, asyncio.Task[None]]] = {}
         self._silence = SilenceWatch()
+        self._num_audits = 0
         self._is_stopping = False
         self._status: dict[str, Any] = {"name": target.config.name, "state": "starting", "reason": ""}
         self._status |= {"workers": [], "routers": [], "controller": self._describe_self("")}
@@ -115,6 +118,25 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """What was published last, as builtins: name, state, reason, workers, routers, controller."""
         return self._status
+
+    async def audit(self) -> dict[str, Any]:
+        """What every member found when it checked itself, as builtins:
+
+        reports     each router's AuditReport by its id; None for one that did not answer
+        members     state by id of every member that should run
+        settle_s    seconds within which what an ended request held is given back
+        """
+        self._num_audits += 1
+        contacts = {str(member_id): contact for member_id, (contact, _task) in self._contacts.items()}
+        reports = await asyncio.gather(*(contact.audit(self._num_audits) for contact in contacts.values()))
+        return {
+            "reports": {
+                member_id: None if report is None else msgspec.to_builtins(report)
+                for member_id, report in zip(contacts, reports, strict=True)
+            },
+            "members": {one["id"]: one["state"] for one in [*self._status["workers"], *self._status["routers"]]},
+            "settle_s": max(self._target.config.transfer.lease_s, HEARTBEAT_TIMEOUT_S) + SETTLE_MARGIN_S,
+        }
 
     async def run(self) -> None:
         """Loop until `shutdown`."""

@@ -41,8 +41,13 @@ class LocalCluster:
         network: MemoryNetwork,
         fabric: MemoryFabric,
         executor: Executor | None = None,
+        is_checked: bool = False,
     ) -> None:
-        """`executor` (of one thread): where steps run, for runners that take long; None: on the loop."""
+        """`executor` (of one thread): where steps run, for runners that take long; None: on the loop.
+
+        `is_checked`: assert every worker's invariants after each of its steps, not only when it is idle.
+        """
+        self._is_checked = is_checked
         self.config = config
         self._model = model
         self._make_runner = make_runner
@@ -70,7 +75,7 @@ class LocalCluster:
         worker, inbox = self._build(identity)
         welcome = welcome_of(worker, pid=0, model_name=self._model.name, max_model_len=self._model.max_model_len)
         doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=self._clock)
-        host = AsyncHost(worker, doorway, inbox, self._clock, self._executor)
+        host = AsyncHost(worker, doorway, inbox, self._clock, self._executor, is_checked=self._is_checked)
         loop = asyncio.get_running_loop()
         self.workers[identity.worker_id] = worker
         self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]

@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import ControllerHost, RouterActor, WorkerActor, pack
+from cluster.actors import AUDIT_TIMEOUT_S, ControllerHost, RouterActor, WorkerActor, pack
 from cluster.controller import Controller, RecordFile
 from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, end_head, start_head
 from cluster.reconcile import MemberId, Target, wanted_workers
@@ -236,8 +236,7 @@ def start_cluster(
 ) -> ClusterHandle:
     """Start Ray if needed, reserve room for the workers, start the controller, which starts all else. Returns soon.
 
-    `directory` keeps the controller's record and, in `logs`, what the actors log. Raises ClusterError, with nothing
-    left running.
+    `directory` keeps the controller's record and, in `logs`, the actors' logs. Raises ClusterError, nothing left running.
     """
     namespace = f"pdcluster-{config.name}"
     head = start_head(config, report) if config.ray.address is None else None
@@ -267,8 +266,8 @@ def start_cluster(
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         )  # fmt: skip
         report("starting the controller")
-        controller = actor.remote(namespace, config.model_dump_json(), str(model_path), str(directory), str(log_dir))
-        _ask(handle, controller.status, CONTROLLER_START_TIMEOUT_S)
+        actor.remote(namespace, config.model_dump_json(), str(model_path), str(directory), str(log_dir))
+        _ask(handle, "status", CONTROLLER_START_TIMEOUT_S)
     except BaseException:
         stop_cluster(handle, report)
         raise
@@ -276,13 +275,13 @@ def start_cluster(
 
 
 def cluster_status(handle: ClusterHandle) -> dict[str, Any]:
-    """What the controller published last (see `Controller.status`). Raises ClusterError when it does not answer."""
-    _connect(handle)
-    controller = _find_actor(handle.controller, handle.namespace)
-    if controller is None:
-        raise ClusterError(name=handle.name, problem=f"has no controller in the Ray cluster at {handle.ray_address}")
-    status: dict[str, Any] = _ask(handle, controller.status, CALL_TIMEOUT_S)
-    return status
+    """See `Controller.status`. Raises ClusterError when the controller does not answer."""
+    return _ask(handle, "status", CALL_TIMEOUT_S)
+
+
+def cluster_audit(handle: ClusterHandle) -> dict[str, Any]:
+    """See `Controller.audit`. Raises ClusterError when the controller does not answer."""
+    return _ask(handle, "audit", AUDIT_TIMEOUT_S)
 
 
 def wait_ready(handle: ClusterHandle, timeout_s: float, report: Callable[[str], None]) -> dict[str, Any]:
@@ -320,7 +319,7 @@ def _end_actors(handle: ClusterHandle, report: Callable[[str], None]) -> None:
     controller = _find_actor(handle.controller, handle.namespace)
     if controller is not None:
         try:
-            _ask(handle, controller.shutdown, SHUTDOWN_TIMEOUT_S)
+            _ask(handle, "shutdown", SHUTDOWN_TIMEOUT_S)
         except ClusterError as error:
             report(str(error))
         ray.kill(controller, no_restart=True)
@@ -388,10 +387,14 @@ def _place(config: ClusterConfig, namespace: str) -> None:
         raise ClusterError(name=config.name, problem=problem)
 
 
-def _ask(handle: ClusterHandle, method: Any, timeout_s: float) -> Any:
+def _ask(handle: ClusterHandle, method: str, timeout_s: float) -> dict[str, Any]:
     """Call a method of the controller."""
+    _connect(handle)
+    controller = _find_actor(handle.controller, handle.namespace)
+    if controller is None:
+        raise ClusterError(name=handle.name, problem=f"has no controller in the Ray cluster at {handle.ray_address}")
     try:
-        return ray.get(method.remote(), timeout=timeout_s)
+        return cast(dict[str, Any], ray.get(getattr(controller, method).remote(), timeout=timeout_s))
     except RayError as error:
         reason = f"does not answer within {timeout_s:.0f} s" if isinstance(error, GetTimeoutError) else str(error)
         raise ClusterError(name=handle.name, problem=f"the controller: {reason}") from error

@@ -10,11 +10,14 @@ from core.errors import LinkClosedError, LinkOverflowError
 from core.ids import Epoch, RouterId
 from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Dialer, Link
-from core.messages import HEARTBEAT_TIMEOUT_S, Hello, RouterStatus, WorkerSet
+from core.messages import HEARTBEAT_TIMEOUT_S, Audit, AuditReport, Hello, RouterStatus, WorkerSet
 
 CONTROLLER = RouterId("controller")
 DIAL_TIMEOUT_S = 5.0
 REDIAL_S = 0.5
+AUDIT_WAIT_S = 12.0
+"""Longer than the router waits for its workers."""
+AUDIT_POLL_S = 0.05
 
 
 class RouterContact:
@@ -32,6 +35,8 @@ class RouterContact:
         self._link: Link | None = None
         self._heard_s = clock.now()
         self._workers = WorkerSet(workers=())
+        self._reports: dict[int, AuditReport | None] = {}
+        """By number of the audits under way; None until the answer."""
 
     def silent_s(self) -> float:
         """Seconds since the last heartbeat (or since the contact began)."""
@@ -48,6 +53,20 @@ class RouterContact:
         self._workers = workers
         if self._link is not None:
             self._send(self._link, [workers])
+
+    async def audit(self, number: int) -> AuditReport | None:
+        """What the router and its workers found when they checked themselves; None when it does not answer."""
+        if self._link is None:
+            return None
+        self._reports[number] = None
+        deadline_s = self._clock.now() + AUDIT_WAIT_S
+        try:
+            self._send(self._link, [Audit(number=number)])
+            while self._reports[number] is None and self._clock.now() < deadline_s:
+                await self._clock.sleep(AUDIT_POLL_S)
+        finally:
+            report = self._reports.pop(number)
+        return report
 
     async def run(self) -> None:
         """Keep the link until cancelled."""
@@ -76,11 +95,14 @@ class RouterContact:
         self._link = link
         while True:
             for message in await link.receive():
-                if isinstance(message, RouterStatus):
+                if isinstance(message, AuditReport):
+                    if message.number in self._reports:  # one that comes too late is nobody's
+                        self._reports[message.number] = message
+                elif isinstance(message, RouterStatus):
                     self.status = message
                     self._heard_s = self._clock.now()
 
-    def _send(self, link: Link, messages: list[Hello | WorkerSet]) -> None:
+    def _send(self, link: Link, messages: list[Hello | WorkerSet | Audit]) -> None:
         try:
             link.send([*messages])
         except (LinkClosedError, LinkOverflowError):

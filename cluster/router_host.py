@@ -4,6 +4,7 @@ The same for a router in a process of its own and for the in-process runtime. Kn
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.runtime import RouterSpec
@@ -12,14 +13,18 @@ from core.errors import LinkClosedError
 from core.ids import Epoch
 from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Dialer, Link
-from core.messages import HEARTBEAT_S, Drain, Hello, Reject, WorkerSet
+from core.messages import HEARTBEAT_S, Audit, Drain, Hello, Reject, WorkerSet
+from router.actions import StallLimits
 from router.service import RouterService
 from router.text import TextCodec
 
 HELLO_TIMEOUT_S = 5.0
+Facts = Callable[[], dict[str, int]]
 
 
-def build_service(spec: RouterSpec, *, clock: Clock, dialer: Dialer, text: TextCodec, url: str = "") -> RouterService:
+def build_service(
+    spec: RouterSpec, *, clock: Clock, dialer: Dialer, text: TextCodec, url: str = "", facts: Facts = dict
+) -> RouterService:
     """The router that a spec asks for, not yet started."""
     config = spec.config
     return RouterService(
@@ -31,9 +36,12 @@ def build_service(spec: RouterSpec, *, clock: Clock, dialer: Dialer, text: TextC
         model_name=Path(config.model.path).name,
         mode=config.mode,
         max_requests=config.router.max_requests,
+        max_running_sequences=config.router.max_running_sequences,
         max_queued_prompt_tokens=config.router.max_queued_prompt_tokens,
         request_timeout_s=config.router.request_timeout_s,
+        stall=StallLimits(prompt_s=config.router.prompt_stall_s, stream_s=config.router.stream_stall_s),
         url=url,
+        facts=facts,
     )
 
 
@@ -45,6 +53,7 @@ class ControllerDoorway:
         self._clock = clock
         self._epoch = Epoch(0)
         self._link: Link | None = None
+        self._audits: set[asyncio.Task[None]] = set()
 
     async def accept(self, link: Link) -> None:
         """A `core.link.Accept`."""
@@ -66,6 +75,8 @@ class ControllerDoorway:
                         self._service.update_workers(message)
                     elif isinstance(message, Drain):
                         self._service.drain()
+                    elif isinstance(message, Audit):
+                        self._audits.add(asyncio.ensure_future(self._audit(link, message)))
                 messages = await link.receive()
         finally:
             beat.cancel()
@@ -82,6 +93,17 @@ class ControllerDoorway:
         if hello.epoch < self._epoch:
             return f"a controller of epoch {self._epoch} was here; epoch {hello.epoch} is old"
         return ""
+
+    async def _audit(self, link: Link, message: Audit) -> None:
+        """Answer on the link that asked, if it is still there."""
+        try:
+            link.send([await self._service.audit(message.number)])
+        except LinkClosedError:
+            return
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._audits.discard(task)
 
     async def _beat(self, link: Link) -> None:
         while True:

@@ -19,6 +19,7 @@ from core.clock import SystemClock
 from core.config import RouterSection
 from core.errors import ClusterError
 from core.link_grpc import GrpcDialer, GrpcServer
+from core.process import process_facts
 from router.app import build_app
 from router.text import TextProcessor
 
@@ -69,7 +70,10 @@ class RunningRouter:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         clock = SystemClock()
-        self._service = build_service(spec, clock=clock, dialer=GrpcDialer(), text=text, url=self.url)
+        self._service = build_service(
+            spec, clock=clock, dialer=GrpcDialer(), text=text, url=self.url, facts=process_facts
+        )
+        self._service.on_failure = self._fail
         self._links = GrpcServer(ControllerDoorway(self._service, clock).accept)
         try:
             self.endpoint = await self._links.start(config.ray.node_ip_address)
@@ -98,6 +102,10 @@ class RunningRouter:
         await self._links.close()
         self._http.should_exit = True
         await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S / 2)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self._ended.set()
 
     def _http_ended(self, serving: "asyncio.Future[None]") -> None:
         self.failure = None if serving.cancelled() else serving.exception()

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
+from msgspec.structs import replace
+
 from core.clock import Clock
 from core.errors import LinkClosedError, LinkOverflowError
 from core.ids import Epoch, RouterId
@@ -22,6 +24,7 @@ from core.messages import (
     HEARTBEAT_TIMEOUT_S,
     Alive,
     AnyMessage,
+    Audited,
     FromWorker,
     Hello,
     Reject,
@@ -29,6 +32,7 @@ from core.messages import (
     Welcome,
     WorkerStatus,
 )
+from core.process import read_usage
 from core.worker import Worker
 
 HELLO_TIMEOUT_S = 5.0
@@ -36,6 +40,10 @@ IDLE_WAIT_S = 0.05
 """Longest pause of an idle step loop: expiries are seen this late at most."""
 STEP_STALL_S = 60.0
 """A step thread that did not come round for so long is stuck: the worker falls silent and is taken for dead."""
+CHECK_IDLE_S = 5.0
+"""An idle worker checks its invariants so often at most: it costs milliseconds for ten thousand blocks."""
+CHECK_BUSY_S = 60.0
+"""One that is never idle checks them all the same."""
 STOP_TIMEOUT_S = 10.0
 
 
@@ -59,6 +67,10 @@ class Inbox:
         self.bell.set()
         self.on_ring()
 
+    def __len__(self) -> int:
+        """Messages that the step has not taken in yet."""
+        return len(self._items)
+
     def take(self) -> list[tuple[RouterId, ToWorker | None]]:
         self.bell.clear()
         with self._lock:
@@ -69,8 +81,18 @@ class Inbox:
 class Doorway:
     """The loop's half: accepts links, feeds the inbox, delivers what the worker says."""
 
-    def __init__(self, *, welcome: Welcome, status: WorkerStatus, inbox: Inbox, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        welcome: Welcome,
+        status: WorkerStatus,
+        inbox: Inbox,
+        clock: Clock,
+        facts: Callable[[], dict[str, int]] = dict,
+    ) -> None:
+        """`facts`: numbers about the process, added to the books of an audit."""
         self._welcome = welcome
+        self._facts = facts
         self._inbox = inbox
         self._clock = clock
         self._links: dict[RouterId, Link] = {}
@@ -132,6 +154,10 @@ class Doorway:
         self._status, self._status_s = status, self._clock.now()
         by_router: dict[RouterId, list[AnyMessage]] = {}
         for router, message in outbound:
+            if isinstance(message, Audited):
+                undelivered = sum(link.num_undelivered for link in self._links.values()) + len(self._inbox)
+                facts = {"links": len(self._links), "undelivered": undelivered, **self._facts()}
+                message = replace(message, books={**message.books, **facts})
             by_router.setdefault(router, []).append(message)
         for router, messages in by_router.items():
             self._send(router, messages)
@@ -139,8 +165,9 @@ class Doorway:
     def heartbeat(self) -> None:
         """To every peer, unless the step is stuck or has ended: nobody answers for a worker that is not there."""
         if not self.is_mute and self._clock.now() - self._status_s < STEP_STALL_S:
+            status = replace(self._status, process=read_usage())
             for router in list(self._links):
-                self._send(router, [self._status])
+                self._send(router, [status])
 
     def _send(self, router: RouterId, messages: list[AnyMessage]) -> None:
         link = self._links.get(router)
@@ -153,10 +180,17 @@ class Doorway:
                 del self._links[router]
             self._inbox.put(router, [None])
 
+    def check(self) -> None:
+        """Assert that every link is a greeted router's, and within its limits (TX-2, RQ-2)."""
+        for router, link in self._links.items():
+            assert router in self._epochs and router in self._heard_s, f"TX-2: {router} has a link and never greeted"
+            link.check()
+
     async def beat(self) -> None:
-        """Send heartbeats, and give up routers that send none, for ever."""
+        """Send heartbeats, check the links, and give up routers that send no heartbeats, for ever."""
         while True:
             self.heartbeat()
+            self.check()
             for router, link in list(self._links.items()):
                 if self._clock.now() - self._heard_s[router] >= HEARTBEAT_TIMEOUT_S:
                     await link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s")
@@ -203,6 +237,7 @@ class ThreadedHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[BaseException], None] = lambda _error: None
         self._executor = executor
+        self._checked_s = clock.now()
         self._running: Future[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[BaseException], None]) -> None:
@@ -223,6 +258,7 @@ class ThreadedHost:
             while not self._stop.is_set():
                 did_work = step_once(self._worker, self._inbox, self._clock.now())
                 self._hand_over()
+                self._check_when_due(CHECK_BUSY_S if did_work else CHECK_IDLE_S)
                 if not did_work:
                     self._inbox.bell.wait(IDLE_WAIT_S)
         except BaseException as error:
@@ -232,6 +268,13 @@ class ThreadedHost:
         finally:
             self._doorway.is_mute = True
             self._worker.close()
+
+    def _check_when_due(self, interval_s: float) -> None:
+        """A worker whose books are wrong must not serve on: the assertion ends its process."""
+        now = self._clock.now()
+        if now - self._checked_s >= interval_s:
+            self._checked_s = now
+            self._worker.check()
 
     def _hand_over(self) -> None:
         assert self._loop is not None
@@ -248,8 +291,17 @@ class AsyncHost:
     """
 
     def __init__(
-        self, worker: Worker, doorway: Doorway, inbox: Inbox, clock: Clock, executor: Executor | None = None
+        self,
+        worker: Worker,
+        doorway: Doorway,
+        inbox: Inbox,
+        clock: Clock,
+        executor: Executor | None = None,
+        *,
+        is_checked: bool = False,
     ) -> None:
+        """`is_checked`: assert the worker's invariants after every step, not only when it is idle."""
+        self._is_checked = is_checked
         self.worker = worker
         self._doorway = doorway
         self._inbox = inbox
@@ -264,11 +316,12 @@ class AsyncHost:
             self._wake.clear()
             did_work = await self._step()
             self._doorway.deliver(self.worker.take_outbound(), self.worker.status())
+            if self._is_checked or not did_work:
+                self.worker.check()
             if did_work:
                 await asyncio.sleep(0)
-                continue
-            self.worker.check()
-            await self._pause()
+            else:
+                await self._pause()
 
     async def _step(self) -> bool:
         if self._executor is None:

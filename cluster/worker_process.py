@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker, run_dtype, served_model
 from cluster.runtime import WorkerSpec
@@ -15,6 +15,7 @@ from cluster.worker_host import STOP_TIMEOUT_S, Doorway, Inbox, ThreadedHost, we
 from core.clock import SystemClock
 from core.errors import ClusterError
 from core.link_grpc import GrpcServer
+from core.process import process_facts
 from core.worker import Worker
 from engine.factory import load_runner
 from engine.model.directory import read_config
@@ -41,7 +42,7 @@ class RunningWorker:
         self.failure: BaseException | None = None
         clock = SystemClock()
         welcome = welcome_of(worker, pid=self.pid, model_name=model.name, max_model_len=model.max_model_len)
-        self._doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock)
+        self._doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock, facts=process_facts)
         self._host = ThreadedHost(worker, self._doorway, inbox, clock, executor)
         self._loop = asyncio.new_event_loop()
         self._server = GrpcServer(self._doorway.accept)
@@ -50,12 +51,18 @@ class RunningWorker:
         self._thread.start()
         started = asyncio.run_coroutine_threadsafe(self._server.start(host), self._loop)
         self.endpoint = started.result(START_TIMEOUT_S)
-        asyncio.run_coroutine_threadsafe(self._doorway.beat(), self._loop)
+        beating = asyncio.run_coroutine_threadsafe(self._doorway.beat(), self._loop)
+        beating.add_done_callback(self._beat_ended)
         self._host.start(self._loop, self._fail)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+    def _beat_ended(self, beating: "Future[None]") -> None:
+        """Heartbeats go on until the loop stops; without them nobody believes this worker any more."""
+        if not beating.cancelled() and (error := beating.exception()) is not None:
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error

@@ -75,10 +75,18 @@ class RouterSection(Section):
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """Router processes that share the port."""
     max_requests: PositiveInt = 256
-    """Requests in flight per router process; more are refused with 503."""
+    """Prompts in flight per router process; more are refused with 503."""
+    max_running_sequences: PositiveInt = 512
+    """Choices in flight per router process, each prompt's `n` counted; more are refused with 503."""
     max_queued_prompt_tokens: PositiveInt = 262_144
     """Prompt tokens of requests without a first token yet, per router process; more are refused with 503."""
+    max_connections: PositiveInt = 512
+    """Open client connections per router process; more are refused with 503."""
     request_timeout_s: PositiveSeconds = 600.0
+    prompt_stall_s: PositiveSeconds = 300.0
+    """Without progress for so long before its first token, queueing included, a request is tried on other workers."""
+    stream_stall_s: PositiveSeconds = 120.0
+    """Without a new token for so long after its first, a request ends with an error."""
 
 
 class PrefillSection(Section):

@@ -48,6 +48,27 @@ class UnsupportedFieldError(InvalidRequestError):
         self.fields = {"field": field, "message": message}
 
 
+class BodyTooLargeError(InvalidRequestError):
+    """{message}"""
+
+    http_status = 413
+    error_type = "PayloadTooLargeError"
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    """{message}"""
+
+    http_status = 415
+    error_type = "UnsupportedMediaTypeError"
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """{message}"""
+
+    http_status = 408
+    error_type = "RequestTimeoutError"
+
+
 class ModelNotFoundError(PdclusterError):
     """The model '{model}' does not exist here. This server serves '{served}'."""
 
@@ -120,6 +141,33 @@ class DeadlineExceededError(PdclusterError):
     retryable = True
 
 
+class StalledError(PdclusterError):
+    """The request made no progress at {workers} for {limit_s} s ({phase}), although they are alive. Send the request
+    again.
+    """
+
+    http_status = 503
+    error_type = "ServiceUnavailable"
+    retryable = True
+    retry_after_s = 1
+
+
+class RequestCancelledError(PdclusterError):
+    """The request was cancelled on demand."""
+
+    http_status = 499
+    error_type = "RequestCancelled"
+
+
+class SlowReaderError(PdclusterError):
+    """The client reads too slowly: {num_tokens} tokens were waiting for it, at most {limit} may. Read faster, or ask
+    for fewer choices at once.
+    """
+
+    http_status = 499
+    error_type = "SlowReader"
+
+
 class ConfigError(PdclusterError):
     """{file}:{line}: {key}: {problem}{hint}"""
 
@@ -157,3 +205,7 @@ class LinkOverflowError(PdclusterError):
 
 class ClusterError(PdclusterError):
     """Cluster '{name}': {problem}"""
+
+
+class BenchError(PdclusterError):
+    """Bench of {subject}: {problem}"""

@@ -36,6 +36,15 @@ class Link(Protocol):
         """Close both directions. Idempotent."""
         ...
 
+    @property
+    def num_undelivered(self) -> int:
+        """Frames that arrived here and were not received yet, or wait here to leave."""
+        ...
+
+    def check(self) -> None:
+        """Assert RQ-2: what waits is within the limit, and nothing waits to leave on a closed link."""
+        ...
+
 
 class Dialer(Protocol):
     """Opens links."""
@@ -93,6 +102,13 @@ class MemoryLink:
 
     async def close(self, reason: str = "closed") -> None:
         self._cut(reason)
+
+    @property
+    def num_undelivered(self) -> int:
+        return len(self._arrived)
+
+    def check(self) -> None:
+        assert len(self._arrived) <= LINK_MESSAGES_MAX, f"RQ-2: {len(self._arrived)} frames wait for {self.peer}"
 
     def lose(self) -> None:
         """Loss of connection: both ends close, frames under way are lost."""

@@ -104,6 +104,19 @@ class GrpcLink:
             self.mark_closed(f"a frame cannot be decoded: {error}")
             raise LinkClosedError(peer=self.peer, reason=self._closed_reason) from error
 
+    @property
+    def num_undelivered(self) -> int:
+        return len(self._incoming) + len(self._outgoing)
+
+    def check(self) -> None:
+        waiting = [count for count, _frame in self._outgoing]
+        assert sum(waiting) == self._num_outgoing_messages, (
+            f"RQ-2: {self._num_outgoing_messages} messages are counted for {self.peer}, {sum(waiting)} wait"
+        )
+        assert sum(waiting[:-1]) < LINK_MESSAGES_MAX, f"RQ-2: {sum(waiting)} messages wait for {self.peer}"
+        assert len(self._incoming) <= INCOMING_FRAMES_MAX, f"RQ-2: {len(self._incoming)} frames of {self.peer} wait"
+        assert not (self._ended.is_set() and waiting), f"RQ-2: {sum(waiting)} messages wait on an ended link"
+
     async def close(self, reason: str = "closed") -> None:
         self.mark_closed(reason)
         await self._ended.wait()
@@ -141,6 +154,8 @@ class GrpcLink:
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
+            self._outgoing.clear()
+            self._num_outgoing_messages = 0
             self._ended.set()
 
     async def _read_frames(self) -> None:

@@ -23,6 +23,7 @@ import msgspec
 
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, LeaseId, RequestId, Role, RouterId, WorkerId
 from core.layout import Handshake
+from core.process import ProcessUsage
 from core.request import FinishReason, Request
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024
@@ -250,7 +251,8 @@ class Tokens(RequestMessage, frozen=True, kw_only=True):
     num_computed_tokens: int = 0
     """Prompt tokens this decode worker computed itself (first message only)."""
     queue_s: float = 0.0
-    """Time the request waited at the decode worker before its first step (first message only)."""
+    """Time from when the decode worker had all it needed (credit when nothing is prefilled, else the last block) to its
+    first step for the request (first message only)."""
 
 
 class Audited(Message, frozen=True, kw_only=True):
@@ -262,7 +264,7 @@ class Audited(Message, frozen=True, kw_only=True):
     problems: tuple[str, ...]
     """Broken invariants, each beginning with its number; empty when all hold."""
     books: dict[str, int]
-    """Counts of what is held, by name: all 0 when the member is idle."""
+    """Counts of what is held for requests, by name, all 0 when there is none; and facts about the process."""
 
 
 class KvUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,7 +289,11 @@ class WorkerStatus(Message, frozen=True, kw_only=True):
     num_pins: int
     kv: KvUsage
     counters: dict[str, float]
-    """Monotonic counters by metric name (see `core.metrics`)."""
+    """Monotonic counters by key (see `core.metrics`)."""
+    num_waiting_credit: int = 0
+    """Of num_waiting: those that wait for credit."""
+    process: ProcessUsage | None = None
+    """Of the worker's process."""
 
 
 HEARTBEAT_S = 0.5
@@ -331,7 +337,7 @@ class RouterStatus(Message, frozen=True, kw_only=True):
 
 
 class AuditReport(Message, frozen=True, kw_only=True):
-    """A router's answer to Audit: itself, and every worker it holds a link to."""
+    """A router's answer to Audit: itself, and every worker it knows."""
 
     number: int
     members: tuple[Audited, ...]

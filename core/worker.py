@@ -6,9 +6,10 @@ from the in-process runtime. Knows nothing about links, threads or Ray.
 
 from typing import Protocol
 
+from core.books import Check, find_problems
 from core.ids import Epoch, Role, RouterId, WorkerId
 from core.layout import Handshake
-from core.messages import FromWorker, ToWorker, WorkerStatus
+from core.messages import Audit, Audited, FromWorker, ToWorker, WorkerStatus
 
 
 class Worker(Protocol):
@@ -42,10 +43,29 @@ class Worker(Protocol):
         """Heartbeat contents."""
         ...
 
+    def books(self) -> dict[str, int]:
+        """What is held for requests, by name; all 0 in a worker at rest."""
+        ...
+
+    def checks(self) -> tuple[Check, ...]:
+        """This worker's invariants: each owner's own, and that their books agree (KV-1, KV-4). O(blocks)."""
+        ...
+
     def check(self) -> None:
-        """Assert this worker's invariants (KV-1, KV-4, leases, sessions)."""
+        """Assert all of `checks`."""
         ...
 
     def close(self) -> None:
         """Give up everything, for the end of the process."""
         ...
+
+
+def audit(worker: Worker, message: Audit) -> Audited:
+    """The answer to Audit: the checks as they come out now, and the books."""
+    return Audited(
+        number=message.number,
+        member=worker.worker_id,
+        epoch=worker.epoch,
+        problems=find_problems(worker.checks()),
+        books=worker.books(),
+    )

@@ -9,13 +9,17 @@ block is (TX-1). Destinations of a read that was given up stay bound until the p
 any more. Pure but for the puller behind its seam. Knows nothing about sampling or steps.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from core.books import Claim
 from core.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from core.messages import Credit, FromWorker, Offer, PullDone, Renew
 from core.outbox import Outbox, RefusalKind
 from core.request import AttemptKey
+from decode.accounts import check_abandoned, check_active, check_reads, check_waiting
+from decode.counters import CREDITS_GRANTED, count_read
 from decode.reception import Ready, Reception
 from engine.kv.pool import BlockPool
 from kvtransfer.puller import READ_TIMEOUT_S, BlockPuller, PullJob, PullResult
@@ -27,16 +31,6 @@ CREDITS_WAITING_MAX = 1024
 
 READ_HOPELESS_S = 1.5 * READ_TIMEOUT_S
 """A read whose end was not reported by then fails its attempt; its destinations stay bound until the report."""
-
-INTAKE_COUNTERS = (
-    "pdcluster_pulled_blocks_total",
-    "pdcluster_pulled_bytes_total",
-    "pdcluster_pull_read_seconds_total",
-    "pdcluster_pulls_total",
-    "pdcluster_pulls_failed_total",
-    "pdcluster_digest_mismatches_total",
-    "pdcluster_credits_lapsed_total",
-)
 
 
 class Intake:
@@ -52,20 +46,16 @@ class Intake:
         self._abandoned: dict[AttemptKey, Reception] = {}
         self._ready: list[Ready] = []
         self._outbox = outbox
+        self._advanced_s = -math.inf
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def num_receptions(self) -> int:
-        return len(self._active) + len(self._abandoned)
-
-    @property
     def num_pins(self) -> int:
         """References to blocks that receptions hold."""
-        receptions = [*self._waiting, *self._active.values(), *self._abandoned.values()]
-        return sum(len(r.held) + len(r.targets) for r in receptions)
+        return sum(len(r.held) + len(r.targets) for r in self._receptions())
 
     def add(self, reception: Reception) -> None:
         """Take a request that needs blocks from its prefill worker; answered by Credit or Refused."""
@@ -150,6 +140,7 @@ class Intake:
             self._active[reception.submit.request_id] = reception
         else:
             self._make_ready(reception)
+        self._outbox.count(CREDITS_GRANTED)
         credit = Credit(
             request_id=reception.submit.request_id,
             attempt=reception.submit.attempt,
@@ -218,7 +209,7 @@ class Intake:
             return
         reception.num_bytes += result.num_bytes
         reception.read_s += result.seconds
-        self._count(result)
+        count_read(self._outbox, result)
         session = reception.session
         for index in result.verified:
             self._pool.cache(reception.targets[index], reception.hashes[len(reception.held) + index])
@@ -232,12 +223,6 @@ class Intake:
             self._submit(reception, outcome)
         if session.is_complete:
             self._commit(reception, now)
-
-    def _count(self, result: PullResult) -> None:
-        self._outbox.count("pdcluster_pulled_blocks_total", len(result.verified))
-        self._outbox.count("pdcluster_pulled_bytes_total", result.num_bytes)
-        self._outbox.count("pdcluster_pull_read_seconds_total", result.seconds)
-        self._outbox.count("pdcluster_digest_mismatches_total", result.num_mismatches)
 
     def _commit(self, reception: Reception, now: float) -> None:
         session = reception.session
@@ -272,6 +257,7 @@ class Intake:
 
     def advance(self, now: float, *, may_grant: bool = True, headroom: int = 0) -> None:
         """Expiries, renewals, late bindings and, if it may, credits."""
+        self._advanced_s = now
         for reception in [r for r in (*self._waiting, *self._active.values()) if r.deadline_s <= now]:
             self._fail(reception, "overloaded", "the request's deadline passed before its prompt was here")
         for reception in list(self._active.values()):
@@ -345,6 +331,41 @@ class Intake:
             del self._abandoned[result.key]
             self._pool.release(reception.targets)
             reception.targets = []
+
+    def claims(self) -> Iterator[Claim]:
+        """Every reference to a block that a reception has, those given up included."""
+        for one in self._receptions():
+            yield Claim(f"reception of {one.name}", [*one.held, *one.targets])
+        for ready in self._ready:
+            yield Claim(f"ready {ready.submit.request_id}", ready.blocks)
+
+    def books(self) -> dict[str, int]:
+        """What is held, by name."""
+        return {
+            "credits_waiting": len(self._waiting),
+            "receptions": len(self._active),
+            "blocks_promised": sum(r.num_reserved for r in self._active.values()),
+            "quarantined_blocks": sum(len(r.targets) for r in self._abandoned.values()),
+            "intake_pins": self.num_pins,
+            "blocks_in_flight": sum(self._puller.pending().values()),
+        }
+
+    @property
+    def peers(self) -> Mapping[WorkerId, Epoch]:
+        """Prefill workers that requests are pulled from."""
+        return self._peers
+
+    def check(self) -> None:
+        """Assert that receptions are what their place says, have a deadline, and that the puller reads for them."""
+        check_waiting(self._waiting, self._peers, self._advanced_s)
+        check_active(self._active, self._peers, self._advanced_s)
+        check_abandoned(self._abandoned)
+        check_reads(self._receptions(), self._puller.pending())
+
+    def _receptions(self) -> Iterator[Reception]:
+        yield from self._waiting
+        yield from self._active.values()
+        yield from self._abandoned.values()
 
     def _send(self, reception: Reception, message: FromWorker) -> None:
         self._outbox.send(reception.router, message)

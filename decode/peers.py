@@ -3,8 +3,10 @@
 Knows nothing about requests; reads are `decode.intake`'s.
 """
 
+from collections.abc import Mapping
+
 from core.errors import IncompatiblePeersError
-from core.ids import RouterId, WorkerId
+from core.ids import Epoch, RouterId, WorkerId
 from core.layout import Handshake
 from core.messages import Connect, FromWorker, PeerReady, PeerRefused
 from kvtransfer.handshake import check_peers
@@ -63,6 +65,14 @@ class PeerTable:
             ready = PeerReady(worker=result.peer.worker, epoch=result.peer.epoch)
             return [(router, ready) for router in sorted(askers)]
         return [(router, _refused(result.peer, result.reason)) for router in sorted(askers)]
+
+    def check(self, served: Mapping[WorkerId, Epoch]) -> None:
+        """TX-2: one life of each worker is known; RQ-2: whom requests are pulled from (`served`) was not removed."""
+        workers = [peer.worker for peer in self._askers]
+        assert len(set(workers)) == len(workers), f"TX-2: two lives of one worker are peers: {sorted(workers)}"
+        gone = [Peer(worker=worker, epoch=epoch) for worker, epoch in served.items()]
+        gone = [peer for peer in gone if peer not in self._askers]
+        assert not gone, f"RQ-2: requests are pulled from {gone}, which were removed"
 
     def remove(self, peer: Peer) -> None:
         """Forget one life of a peer."""

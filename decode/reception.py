@@ -41,6 +41,11 @@ class Reception:
     def key(self) -> AttemptKey:
         return AttemptKey(request_id=self.submit.request_id, attempt=self.submit.attempt)
 
+    @property
+    def name(self) -> str:
+        """For messages to people."""
+        return f"{self.submit.request_id} attempt {self.submit.attempt}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:

@@ -6,15 +6,19 @@ prefill worker enters through `decode.intake`; the scheduler sees it only when e
 (TX-1). Knows nothing about links, threads or text.
 """
 
+import itertools
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from core.books import Check
 from core.hashing import ExtraKey, hash_blocks
 from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
 from core.layout import Handshake
 from core.messages import (
+    Audit,
     Cancel,
     Connect,
     Credit,
@@ -29,8 +33,12 @@ from core.messages import (
     WorkerStatus,
 )
 from core.outbox import Outbox, RefusalKind
-from core.request import AttemptKey, Request
-from decode.intake import INTAKE_COUNTERS, Intake
+from core.request import Request
+from core.step_meter import STEP_COUNTERS, StepMeter
+from core.worker import audit
+from decode.counters import CREDITS_GRANTED, INTAKE_COUNTERS
+from decode.intake import Intake
+from decode.live import LiveRequest, check_live
 from decode.peers import PeerTable
 from decode.reception import Ready, Reception
 from engine.scheduler import Progress, Scheduler, Sequence
@@ -47,8 +55,7 @@ DECODE_COUNTERS = (
     "pdcluster_decode_prompt_tokens_cached_total",
     "pdcluster_decode_tokens_total",
     "pdcluster_preemptions_total",
-    "pdcluster_step_seconds_total",
-    "pdcluster_steps_total",
+    *STEP_COUNTERS,
 )
 
 
@@ -63,24 +70,6 @@ class DecodeSettings:
     vocab_size: int
     eos_token_ids: frozenset[int]
     credit_s: float
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class LiveRequest:
-    """A request that the scheduler knows: one sequence per child."""
-
-    request: Request
-    attempt: Attempt
-    router: RouterId
-    received_s: float
-    deadline_s: float
-    sequences: list[Sequence] = field(default_factory=list)
-    num_unfinished: int = 0
-    has_answered: bool = False
-
-    @property
-    def key(self) -> AttemptKey:
-        return AttemptKey(request_id=self.request.request_id, attempt=self.attempt)
 
 
 class DecodeWorker:
@@ -98,11 +87,13 @@ class DecodeWorker:
         self._runner = runner
         self._puller = puller
         self._outbox = Outbox(settings.worker_id, settings.epoch, (*DECODE_COUNTERS, *INTAKE_COUNTERS))
+        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows)
         self._intake = Intake(pool=scheduler.pool, puller=puller, credit_s=settings.credit_s, outbox=self._outbox)
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[int, LiveRequest] = {}
         self._peers = PeerTable(settings.worker_id, settings.handshake, puller)
         self._is_draining = False
+        self._advanced_s = -math.inf
 
     def handshake(self) -> Handshake:
         return self._settings.handshake
@@ -110,6 +101,11 @@ class DecodeWorker:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
+        self._meter.lap("idle")
+        self._handle(source, message, now)
+        self._meter.lap("messages")
+
+    def _handle(self, source: RouterId, message: ToWorker, now: float) -> None:
         if isinstance(message, Submit):
             self._on_submit(source, message, now)
         elif isinstance(message, Offer):
@@ -124,6 +120,8 @@ class DecodeWorker:
                 self._lose_peer(peer)
         elif isinstance(message, Drain):
             self._is_draining = True
+        elif isinstance(message, Audit):
+            self._outbox.send(source, audit(self, message))
 
     def _on_submit(self, source: RouterId, message: Submit, now: float) -> None:
         known = self._attempt_of(message.request_id)
@@ -154,8 +152,9 @@ class DecodeWorker:
             num_demanded_blocks=num_demanded,
             ttl_s=self._settings.credit_s,
         )
+        self._outbox.count(CREDITS_GRANTED)
         self._outbox.send(source, credit)
-        self._start(Ready(submit=message, router=source, hashes=hashes, blocks=held, received_s=now))
+        self._start(Ready(submit=message, router=source, hashes=hashes, blocks=held, received_s=now), now)
 
     def _attempt_of(self, request_id: RequestId) -> Attempt | None:
         live = self._live.get(request_id)
@@ -178,14 +177,14 @@ class DecodeWorker:
             return "overloaded", f"{SEQUENCES_WAITING_MAX} sequences are waiting"
         return None
 
-    def _start(self, ready: Ready) -> None:
+    def _start(self, ready: Ready, now: float) -> None:
         """Hand a request to the scheduler, one sequence per child; they share the prompt's blocks."""
         request = ready.submit.request
         live = LiveRequest(
             request=request,
             attempt=ready.submit.attempt,
             router=ready.router,
-            received_s=ready.received_s,
+            ready_s=now,
             deadline_s=ready.received_s + request.deadline_s,
             num_unfinished=request.num_children,
         )
@@ -255,6 +254,8 @@ class DecodeWorker:
     # ---- work ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
+        self._advanced_s = now
+        self._meter.lap("idle")
         results = self._puller.poll()
         for result in results:
             if isinstance(result, PullResult):
@@ -265,16 +266,19 @@ class DecodeWorker:
             now, may_grant=not self._scheduler.is_short_of_blocks, headroom=self._scheduler.num_running
         )
         for ready in self._intake.take_ready():
-            self._start(ready)
+            self._start(ready, now)
         self._expire(now)
+        self._meter.lap("transfer")
         plan = self._scheduler.plan()
+        if plan is not None:
+            self._mark_started(plan, now)
+        self._meter.lap("plan")
         if plan is None:
             return bool(results)
-        self._mark_started(plan, now)
         output = self._runner.execute(plan)
-        self._outbox.count("pdcluster_steps_total")
-        self._outbox.count("pdcluster_step_seconds_total", sum(output.timings_s.values()))
+        self._meter.step(num_tokens=plan.num_tokens, num_sequences=plan.num_sequences, timings_s=output.timings_s)
         self._deliver(self._scheduler.apply(plan, output))
+        self._meter.lap("apply")
         return True
 
     def _expire(self, now: float) -> None:
@@ -311,14 +315,14 @@ class DecodeWorker:
     def _tokens(self, live: LiveRequest, updates: list[TokenUpdate]) -> Tokens:
         first = live.sequences[0]
         is_first, live.has_answered = not live.has_answered, True
-        started_s = first.first_step_s if first.first_step_s is not None else live.received_s
+        started_s = first.first_step_s if first.first_step_s is not None else live.ready_s
         return Tokens(
             request_id=live.request.request_id,
             attempt=live.attempt,
             updates=tuple(updates),
             num_cached_tokens=first.num_cached_tokens if is_first else 0,
             num_computed_tokens=first.prompt_length - first.num_cached_tokens if is_first else 0,
-            queue_s=started_s - live.received_s if is_first else 0.0,
+            queue_s=started_s - live.ready_s if is_first else 0.0,
         )
 
     # ---- reports ---------------------------------------------------------------------------------------------------
@@ -339,13 +343,30 @@ class DecodeWorker:
             num_pins=self._intake.num_pins,
             kv=self._pool.usage(),
             counters=counters,
+            num_waiting_credit=self._intake.num_waiting,
+        )
+
+    def books(self) -> dict[str, int]:
+        return {
+            "requests": len(self._live),
+            "waiting": self._scheduler.num_waiting,
+            "running": self._scheduler.num_running,
+            "blocks_used": self._pool.num_used,
+            **self._intake.books(),
+        }
+
+    def checks(self) -> tuple[Check, ...]:
+        return (
+            self._scheduler.check,
+            self._intake.check,
+            lambda: self._peers.check(self._intake.peers),
+            lambda: self._pool.check_claims(itertools.chain(self._scheduler.claims(), self._intake.claims())),
+            lambda: check_live(self._live, self._by_sequence, self._scheduler.sequences(), self._advanced_s),
         )
 
     def check(self) -> None:
-        self._scheduler.check()
-        assert len(self._by_sequence) == sum(len(r.sequences) for r in self._live.values())
-        if not self._live and not self._intake.num_receptions and not self._intake.num_waiting:
-            assert self._pool.num_used == 0, f"KV-1: {self._pool.num_used} blocks used while nothing runs or arrives"
+        for check in self.checks():
+            check()
 
     def close(self) -> None:
         self._puller.close()

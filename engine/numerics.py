@@ -36,6 +36,14 @@ PROBE_ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 32, 64)
 PROBE_ROWS_TOTAL = 96
 PROBE_ELEMENTS_MAX = 4 << 20
 """Weights larger than this are probed with few row counts, so that a start stays short."""
+PROBE_VALUES = 1 << 14
+PROBE_ACTIVATION_ROWS = (2, 3, 5, 13, 31, 64, 127, 250, 511)
+UNDIVIDED_ELEMENTS_MAX = 16_384
+"""torch never divides less elementwise work among threads. More may go to all of them, as for gelu, or to as many as"""
+SHARE_ELEMENTS_MIN = 32_768
+"""leave each this much, as for silu."""
+VECTOR_ELEMENTS = 64
+"""A multiple of what any of torch's CPU loops handles at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +142,50 @@ def _padded(kernel: Kernel, row_unit: int) -> Kernel:
         return kernel(F.pad(inputs, (0, 0, 0, missing)))[: len(inputs)] if missing else kernel(inputs)
 
     return run
+
+
+def row_exact(function: Kernel) -> Kernel:
+    """An elementwise function whose bits do not depend on the batch, for inputs [T, N] that are halves of wider rows.
+
+    Vector instructions compute exponentials with other rounding than the scalar code that handles what is left at the
+    end of a run. Where runs end depends on the width of a row, which is the same for all, and on how threads divide the
+    elements: unless they do so at the end of a row or of a vector, few enough rows are taken at a time for one thread.
+    """
+
+    def run(inputs: torch.Tensor) -> torch.Tensor:
+        num_elements, width = inputs.numel(), inputs.shape[1]
+        if num_elements <= UNDIVIDED_ELEMENTS_MAX or inputs.device.type != "cpu":
+            return function(inputs)
+        if width > UNDIVIDED_ELEMENTS_MAX:
+            return torch.cat([run(columns) for columns in torch.split(inputs, UNDIVIDED_ELEMENTS_MAX, 1)], dim=1)
+        num_threads = torch.get_num_threads()
+        shares = {
+            -(-num_elements // n) for n in (num_threads, min(num_threads, -(-num_elements // SHARE_ELEMENTS_MIN)))
+        }
+        if all(_ends_evenly(share, width) for share in shares):
+            return function(inputs)
+        return torch.cat([function(rows) for rows in torch.split(inputs, UNDIVIDED_ELEMENTS_MAX // width)])
+
+    return run
+
+
+def is_activation_exact(function: Kernel, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows of `width` get equal bits in any batch, shown with a value that scalar code rounds otherwise."""
+    candidates = torch.linspace(-4, 4, PROBE_VALUES).to(device, dtype)
+    apart = candidates.repeat_interleave(2).view(-1, 2)[:, :1]  # not side by side: no vector instructions
+    differing = candidates[function(candidates[None])[0] != function(apart)[:, 0]]
+    if not len(differing):
+        return True
+    rows_max = max(2, PROBE_ELEMENTS_MAX // 4 // width)
+    inputs = differing[0].expand(rows_max, 2 * width).contiguous()[:, :width]
+    alone = function(inputs[:1])
+    counts = {rows for rows in PROBE_ACTIVATION_ROWS if rows < rows_max} | {rows_max}
+    return all(bool((function(inputs[:rows]) == alone).all()) for rows in counts)
+
+
+def _ends_evenly(share: int, width: int) -> bool:
+    """Whether every thread's share ends at the end of a row, or at that of a vector in rows of whole vectors."""
+    return share % width == 0 or (share % VECTOR_ELEMENTS == 0 and width % VECTOR_ELEMENTS == 0)
 
 
 def has_native_bfloat16(device: torch.device) -> bool:

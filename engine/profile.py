@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.config import ModelConfig
-from engine.probe import ProbeSequence, build_plan
+from engine.probe import ProbeSequence, build_plan, one_sequence_plan
 from engine.runner import TorchRunner
 from engine.step import StepPlan
 
@@ -66,25 +66,29 @@ class BareProducts:
 
 
 def decode_plan(runner: TorchRunner, num_streams: int, context: int) -> StepPlan:
-    """One token for each of `num_streams` sequences that attend to `context` positions."""
-    blocks = -(-context // runner.block_size)
-    assert num_streams * blocks <= runner.num_blocks, "the runner has too few blocks for this measurement"
-    order = np.random.default_rng(0).permutation(num_streams * blocks).astype(np.int32)
+    """One token for each of `num_streams` sequences that attend to `context` positions, or to a layer's window."""
+    size, groups = runner.block_size, runner.cache.layout.groups
+    num_blocks = -(-context // size)
+    firsts = [group.needed_blocks(context - 1, size).start for group in groups]
+    counts = [num_blocks - first for first in firsts]
+    assert num_streams * sum(counts) <= runner.num_blocks, "the runner has too few blocks for this measurement"
+    order = np.random.default_rng(0).permutation(num_streams * sum(counts)).astype(np.int32)
     token_ids = np.ones(context, dtype=np.int32)
-    return build_plan(
-        [
-            ProbeSequence(token_ids=token_ids, start=context - 1, end=context, block_ids=block_ids)
-            for block_ids in order.reshape(num_streams, blocks)
-        ],
-        runner.block_size,
-    )
+    sequences = []
+    for own in order.reshape(num_streams, sum(counts)):
+        block_ids = np.zeros((len(groups), num_blocks), dtype=np.int32)
+        for index, part in enumerate(np.split(own, np.cumsum(counts)[:-1])):
+            block_ids[index, firsts[index] :] = part
+        sequences.append(ProbeSequence(token_ids=token_ids, start=context - 1, end=context, block_ids=block_ids))
+    return build_plan(sequences, size, groups)
 
 
-def prefill_plan(runner: TorchRunner, length: int) -> StepPlan:
-    """A prompt of `length` tokens in one chunk, its last position sampled."""
-    block_ids = np.arange(-(-length // runner.block_size), dtype=np.int32)
-    sequence = ProbeSequence(token_ids=np.ones(length, dtype=np.int32), start=0, end=length, block_ids=block_ids)
-    return build_plan([sequence], runner.block_size)
+def prefill_plan(runner: TorchRunner, length: int, start: int = 0) -> StepPlan:
+    """A chunk of `length` tokens that follows `start` computed ones, its last position sampled."""
+    end, groups = start + length, runner.cache.layout.groups
+    fits = -(-end // runner.block_size) * len(groups) <= runner.num_blocks
+    assert fits, "the runner has too few blocks for this measurement"
+    return one_sequence_plan(np.ones(end, dtype=np.int32), start, end, runner.block_size, groups)
 
 
 def measure_alternating(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

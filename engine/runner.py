@@ -16,21 +16,21 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.reference import ReferenceAttention
 from engine.kv.cache import TORCH_DTYPES, KvCache
 from engine.model.config import ModelConfig
-from engine.model.llama import Llama, product_shapes
-from engine.numerics import Numerics, NumericsMode, choose_exact, choose_fast
+from engine.model.decoder import Decoder, product_shapes
+from engine.numerics import Numerics, NumericsMode, choose_exact, choose_fast, is_activation_exact
 from engine.probe import one_sequence_plan
 from engine.sampler import Sampler
-from engine.step import StepOutput, StepPlan
+from engine.step import IntArray, StepOutput, StepPlan
 
 PROBE_TOKENS = 21
 """Length of the prompt that warms a runner up; its logits show whether `exact` holds for a whole pass."""
 PROBE_TAIL = 4
 PROBE_KEYS = 700
-"""Length of the chunk whose attention must be exact."""
+"""Length of the chunk whose attention must be exact; a window before it makes keys that only some of its rows see."""
 
 
 class TorchRunner:
-    """A `Runner` for the Llama family."""
+    """A `Runner` for the supported families."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class TorchRunner:
     ) -> None:
         """weights: by Hugging Face names, in `dtype`, not modified. threads: of torch in this process; None: as it is.
 
-        Raises NumericsError when `exact` cannot be kept on this machine.
+        Raises NumericsError when `exact` cannot be kept on this machine, ValueError when `num_blocks` is less than one
+        block per group of layers.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -58,14 +59,19 @@ class TorchRunner:
         self.cache = KvCache(config, block_size=block_size, num_blocks=num_blocks, dtype=dtype, device=device)
         self._config = config
         self._device = device
-        self._max_length = min(max_model_len, num_blocks * block_size)
+        self._groups = self.cache.layout.groups
+        if num_blocks < len(self._groups):
+            raise ValueError(f"{num_blocks} KV blocks cannot hold a position of {len(self._groups)} groups of layers")
+        self._max_length = min(max_model_len, num_blocks // len(self._groups) * block_size)
         layer_attention: Attention[Any] = (
-            ReferenceAttention(self.cache)
+            ReferenceAttention(self.cache, scale=config.attention_scale)
             if attention == "reference"
-            else CpuAttention(self.cache, num_heads=config.num_heads, exact=numerics == "exact")
+            else CpuAttention(
+                self.cache, num_heads=config.num_heads, exact=numerics == "exact", scale=config.attention_scale
+            )
         )
         with torch.inference_mode():
-            self.model: Llama[Any] = Llama(
+            self.model: Decoder[Any] = Decoder(
                 config,
                 weights,
                 numerics=self.numerics,
@@ -109,25 +115,39 @@ class TorchRunner:
         """Run the code paths once, before the first request and while no block is in use; zeroes what it wrote.
 
         For `exact`, raises NumericsError unless a prompt's logits, and attention over more keys than its kernel handles
-        at once, are the same bits in one chunk and token by token.
+        at once and than a window holds, are the same bits in one chunk and token by token, and so are a row's after the
+        activation, alone and among so many that threads share them.
         """
         length = min(PROBE_TOKENS, self._max_length)
         token_ids = np.arange(length, dtype=np.int32) * 7 % self._config.vocab_size
         split = max(length - PROBE_TAIL, 1)
-        whole = self.logits(one_sequence_plan(token_ids, 0, length, self.block_size))
+        whole = self.logits(self._probe_plan(token_ids, 0, length))
         last = whole
         for start, end in [(0, split), *((at, at + 1) for at in range(split, length))]:
-            plan = one_sequence_plan(token_ids, start, end, self.block_size)
+            plan = self._probe_plan(token_ids, start, end)
             last = self.logits(plan)
             self.execute(plan)
-        is_equal = self.numerics.mode == "fast" or (torch.equal(whole, last) and self._is_attention_exact())
-        self.cache.tensor[: -(-PROBE_KEYS // self.block_size)] = 0
+        is_equal = self.numerics.mode == "fast" or (torch.equal(whole, last) and self._are_layers_exact())
+        longest = PROBE_KEYS + max(group.window or 0 for group in self._groups)
+        self.cache.tensor[: -(-longest // self.block_size) * len(self._groups)] = 0
         if not is_equal:
             raise NumericsError(problem="a position's bits differ between one chunk and token by token")
 
-    def _is_attention_exact(self) -> bool:
-        """Whether the first layer's attention gives some positions the same bits alone as in one long chunk."""
-        length, config, dtype = min(PROBE_KEYS, self._max_length), self._config, self.numerics.wide_dtype
+    def _probe_plan(self, token_ids: IntArray, start: int, end: int) -> StepPlan:
+        return one_sequence_plan(token_ids, start, end, self.block_size, self._groups)
+
+    def _are_layers_exact(self) -> bool:
+        """Whether the activation, and every kind of layer's attention, give rows the same bits alone as among many."""
+        width, dtype = self._config.intermediate_size, self.numerics.wide_dtype
+        first_layers = {group.window: group.layers[0] for group in reversed(self._config.layer_groups())}
+        with torch.inference_mode():
+            return is_activation_exact(self.model.activation, width, dtype, self._device) and all(
+                self._is_attention_exact(layer, window) for window, layer in first_layers.items()
+            )
+
+    def _is_attention_exact(self, layer: int, window: int | None) -> bool:
+        config, dtype = self._config, self.numerics.wide_dtype
+        length = min((window or 0) + PROBE_KEYS, self._max_length)
         generator = torch.Generator().manual_seed(0)
         queries, keys_values = (
             torch.randn(length, heads, config.head_dim, generator=generator).to(self._device, dtype)
@@ -135,15 +155,19 @@ class TorchRunner:
         )
 
         def attend(start: int, end: int) -> torch.Tensor:
-            plan = one_sequence_plan(np.zeros(end, dtype=np.int32), start, end, self.block_size)
-            metadata = self.model.attention.prepare(plan, dtype)
-            return self.model.attention.attend(0, queries[start:end], keys_values[start:end], metadata)
+            metadata = self.model.attention.prepare(self._probe_plan(np.zeros(end, dtype=np.int32), start, end), dtype)
+            return self.model.attention.attend(layer, queries[start:end], keys_values[start:end], metadata)
 
-        with torch.inference_mode():
-            whole = attend(0, length)
-            return all(
-                torch.equal(attend(at, at + 1)[0], whole[at]) for at in {0, length // 4, length // 2, length - 1}
-            )
+        # Chunks up to the compared one, the last:   0  ...  start   start + count = length
+        count = min(length, PROBE_KEYS)
+        start = length - count
+        for before in range(0, start, PROBE_KEYS):
+            attend(before, min(before + PROBE_KEYS, start))
+        whole = attend(start, length)
+        return all(
+            torch.equal(attend(start + at, start + at + 1)[0], whole[at])
+            for at in {0, count // 4, count // 2, count - 1}
+        )
 
     def _wait(self) -> None:
         """Until the device has finished, so that the timings are of work and not of its submission."""

@@ -9,10 +9,12 @@ threads.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from core.books import Claim
 from core.hashing import ROOT_HASH, ExtraKey, hash_block
 from core.ids import BlockHash, BlockId
 from core.messages import TokenLogprobs
@@ -301,20 +303,36 @@ class Scheduler:
             tokens = sequence.token_ids[index * block_size : (index + 1) * block_size]
             sequence.hashes.append(hash_block(parent, tokens, () if index else sequence.extra_keys))
 
+    def sequences(self) -> Iterator[Sequence]:
+        """Everybody who runs or waits."""
+        yield from self._running
+        yield from self._waiting
+
+    def claims(self) -> Iterator[Claim]:
+        """Every reference to a block that a running or waiting sequence has."""
+        for sequence in self._running:
+            assert sequence.row is not None, f"KV-3: {sequence.name} runs without a row"
+            yield Claim(f"row {sequence.row} of {sequence.name}", self.table.row_blocks(sequence.row))
+        for sequence in self._waiting:
+            yield Claim(f"waiting {sequence.name}", sequence.held_blocks)
+
     def check(self) -> None:
         """Assert that pool, table and queues agree; for tests and the idle hook."""
         self.pool.check()
+        self.table.check()
         rows = [s.row for s in self._running]
-        assert None not in rows and len(set(rows)) == len(rows), "two running sequences share a row"
-        assert self.table.num_rows - self.table.num_free_rows == len(rows), "a row is open and nobody's"
+        assert None not in rows and len(set(rows)) == len(rows), f"KV-3: running sequences share a row: {rows}"
+        assert self.table.num_rows - self.table.num_free_rows == len(rows), "KV-3: a row is open and nobody's"
         for sequence in self._running:
             row = sequence.row
             assert self.table.num_computed[row] <= self.table.num_blocks[row] * self.table.block_size, (
-                "KV beyond blocks"
+                f"KV-3: {sequence.name} has KV beyond its blocks"
             )
-            assert self.table.num_tokens[row] == len(sequence.token_ids), f"{sequence.name}: table and tokens differ"
+            assert self.table.num_tokens[row] == len(sequence.token_ids), (
+                f"KV-3: {sequence.name}: table and tokens differ"
+            )
         for sequence in self._waiting:
-            assert sequence.row is None, f"{sequence.name} waits and runs"
+            assert sequence.row is None, f"KV-3: {sequence.name} waits and runs"
 
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:

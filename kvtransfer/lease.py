@@ -5,9 +5,10 @@ process's clock and never leave it; the reader gets a time to live and rebases i
 messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from core.books import Claim
 from core.ids import Attempt, BlockId, LeaseId, RequestId
 
 
@@ -117,6 +118,11 @@ class LeaseTable:
     def next_deadline(self) -> float | None:
         """The earliest deadline, None without leases."""
         return min((lease.deadline_s for lease in self._leases.values()), default=None)
+
+    def claims(self) -> Iterator[Claim]:
+        """Every pin that the leases stand for."""
+        for lease in self._leases.values():
+            yield Claim(f"lease {lease.lease_id} of {lease.request_id} attempt {lease.attempt}", lease.block_ids)
 
     def check(self) -> None:
         """KV-4: the table's counts and indexes say the same as its leases."""

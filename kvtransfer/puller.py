@@ -6,9 +6,10 @@ and before the report, so that nobody sees bytes that were not compared with the
 synchronous; `kvtransfer.puller_thread` runs one on a thread of its own. Knows nothing about sessions, leases or pools.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from core.clock import Clock
 from core.errors import IncompatiblePeersError, TransferFailedError
@@ -34,6 +35,12 @@ class PullJob:
     digests: list[BlockDigest]
 
 
+ReadFailure = Literal["mismatch", "lost", "timed_out", "abandoned", "not_started"]
+"""Why blocks of a read are bad: other bytes than offered, an error of the transport, no end in time, nobody waits for
+it any more, the transport did not take it.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
     """The end of one job: its targets will not be written any more."""
@@ -51,6 +58,8 @@ class PullResult:
     """Duration of the read."""
     num_mismatches: int = 0
     """Blocks that arrived with another digest."""
+    failure: ReadFailure | None = None
+    """What `reason` says, as one of few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +98,10 @@ class BlockPuller(Protocol):
         """What ended since the last call; never blocks."""
         ...
 
+    def pending(self) -> Mapping[AttemptKey, int]:
+        """Blocks that were submitted and whose end `poll` has not reported yet, by attempt."""
+        ...
+
     def close(self) -> None:
         """Give up everything; when it returns, nothing here writes to the region any more."""
         ...
@@ -102,6 +115,8 @@ class _Read:
     deadline_s: float
     given_up: str = ""
     """Why the result will not be used; empty while it will."""
+    failure: ReadFailure = "lost"
+    """Of a read that ends without its blocks."""
 
 
 class Puller:
@@ -131,7 +146,7 @@ class Puller:
         self._reads[read_id] = _Read(job=job, deadline_s=self._clock.now() + self._read_timeout_s)
 
     def abandon(self, key: AttemptKey) -> None:
-        self._give_up(lambda read: read.job.key == key, "abandoned")
+        self._give_up(lambda read: read.job.key == key, "abandoned", "abandoned")
 
     def add_peer(self, peer: Peer, metadata: bytes, num_blocks: int, block_bytes: int) -> None:
         try:
@@ -149,19 +164,28 @@ class Puller:
 
     def poll(self) -> list[PullResult | PeerResult]:
         now = self._clock.now()
-        self._give_up(lambda read: read.deadline_s <= now, f"not read within {self._read_timeout_s} s")
+        self._give_up(lambda read: read.deadline_s <= now, f"not read within {self._read_timeout_s} s", "timed_out")
         for ended in self._transport.poll():
             self._results.append(self._finish(self._reads.pop(ended.read_id), ended))
         results, self._results = self._results, []
         return results
 
+    def pending(self) -> Mapping[AttemptKey, int]:
+        blocks: Counter[AttemptKey] = Counter()
+        for read in self._reads.values():
+            blocks[read.job.key] += len(read.job.indexes)
+        for result in self._results:
+            if isinstance(result, PullResult):
+                blocks[result.key] += len(result.verified) + len(result.bad)
+        return blocks
+
     def close(self) -> None:
         self._transport.close()
 
-    def _give_up(self, is_meant: Callable[[_Read], bool], reason: str) -> None:
+    def _give_up(self, is_meant: Callable[[_Read], bool], reason: str, failure: ReadFailure) -> None:
         for read_id, read in self._reads.items():
             if not read.given_up and is_meant(read):
-                read.given_up = reason
+                read.given_up, read.failure = reason, failure
                 self._transport.abandon(read_id)
 
     def _finish(self, read: _Read, ended: ReadResult) -> PullResult:
@@ -170,13 +194,13 @@ class Puller:
         num_bytes = len(job.targets) * self._digester.block_bytes if is_read else 0
         verified, bad = [], list(job.indexes)
         reason = read.given_up or ended.reason
-        num_mismatches = 0
+        num_mismatches, failure = 0, read.failure
         if is_read and not read.given_up:
             digests = self._digester.digest(job.targets)
             rows = list(zip(job.indexes, job.digests, digests, strict=True))
             verified = [index for index, offered, found in rows if offered == found]
             bad = [index for index, offered, found in rows if offered != found]
-            num_mismatches = len(bad)
+            num_mismatches, failure = len(bad), "mismatch"
             reason = "the bytes that arrived do not have the offered digest" if num_mismatches else ""
         return PullResult(
             key=job.key,
@@ -186,9 +210,18 @@ class Puller:
             num_bytes=num_bytes,
             seconds=ended.seconds,
             num_mismatches=num_mismatches,
+            failure=failure if bad else None,
         )
 
 
 def unstarted(job: PullJob, reason: str) -> PullResult:
     """The result of a job that never reached the transport."""
-    return PullResult(key=job.key, verified=[], bad=list(job.indexes), reason=reason, num_bytes=0, seconds=0.0)
+    return PullResult(
+        key=job.key,
+        verified=[],
+        bad=list(job.indexes),
+        reason=reason,
+        num_bytes=0,
+        seconds=0.0,
+        failure="not_started",
+    )

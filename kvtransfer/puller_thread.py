@@ -5,8 +5,8 @@ waits for a read. Knows nothing about sessions, leases or pools.
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 
 from core.clock import Clock
 from core.errors import TransferFailedError
@@ -44,6 +44,8 @@ class ThreadedPuller:
         self._commands: deque[Callable[[], None]] = deque()
         self._results: list[PullResult | PeerResult] = []
         self._num_jobs = 0
+        self._pending: Counter[AttemptKey] = Counter()
+        """Kept on the caller's thread."""
         self._is_serving = False
         self._is_closing = False
         self._crash: Exception | None = None
@@ -53,6 +55,7 @@ class ThreadedPuller:
 
     def submit(self, job: PullJob) -> None:
         self._num_jobs += 1
+        self._pending[job.key] += len(job.indexes)
         if self._num_jobs > JOBS_MAX:
             self._report([unstarted(job, f"{JOBS_MAX} reads are under way already")])
         else:
@@ -78,8 +81,14 @@ class ThreadedPuller:
             raise self._crash
         with self._lock:
             results, self._results = self._results, []
-        self._num_jobs -= sum(isinstance(result, PullResult) for result in results)
+        for result in results:
+            if isinstance(result, PullResult):
+                self._num_jobs -= 1
+                self._settle(result)
         return results
+
+    def pending(self) -> Mapping[AttemptKey, int]:
+        return self._pending
 
     def close(self) -> None:
         """Stop the thread, which closes the transport. Raises TransferFailedError when either takes too long."""
@@ -94,6 +103,11 @@ class ThreadedPuller:
             )
         if self._unclosed is not None:
             raise self._unclosed
+
+    def _settle(self, result: PullResult) -> None:
+        self._pending[result.key] -= len(result.verified) + len(result.bad)
+        if not self._pending[result.key]:
+            del self._pending[result.key]
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)

@@ -247,7 +247,10 @@ class PullSession:
 
     def check(self) -> None:
         """TX-1: complete means that every demanded block was offered, verified and is not being written."""
-        assert self._prefix <= len(self._verified) <= len(self._sources) == len(self._digests) <= self.num_blocks
+        assert self._prefix <= len(self._verified) <= len(self._sources) == len(self._digests) <= self.num_blocks, (
+            f"TX-1: {self.key}: prefix {self._prefix}, verified {len(self._verified)}, offered {len(self._sources)}, "
+            f"digests {len(self._digests)}, demanded {self.num_blocks}"
+        )
         if self.is_open:
             assert not self._verified & self._in_flight, "TX-1: a verified block is being written"
             assert len(self._verified) + len(self._in_flight) == len(self._sources), (

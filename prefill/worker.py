@@ -5,12 +5,16 @@ fits; every block that is offered is pinned by a lease until released or expired
 moment it is final. Knows nothing about links, threads, decode workers' pools or text.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 
+from core.books import Check
 from core.hashing import ExtraKey
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
 from core.layout import Handshake
 from core.messages import (
+    Audit,
     Cancel,
     Drain,
     FromWorker,
@@ -21,6 +25,8 @@ from core.messages import (
     WorkerStatus,
 )
 from core.outbox import Outbox, RefusalKind
+from core.step_meter import STEP_COUNTERS, StepMeter
+from core.worker import audit
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner
 from kvtransfer.integrity import Digester
@@ -37,10 +43,11 @@ PREFILL_COUNTERS = (
     "pdcluster_prefill_cached_tokens_total",
     "pdcluster_prefill_prompts_total",
     "pdcluster_leases_granted_total",
+    "pdcluster_leases_released_total",
+    "pdcluster_leases_cancelled_total",
     "pdcluster_leases_expired_total",
     "pdcluster_blocks_offered_total",
-    "pdcluster_step_seconds_total",
-    "pdcluster_steps_total",
+    *STEP_COUNTERS,
 )
 LEASE_ENDED = "the lease ended before the reader took the blocks"
 
@@ -84,7 +91,9 @@ class PrefillWorker:
         self._handoffs: dict[RequestId, Handoff] = {}
         self._by_sequence: dict[int, Handoff] = {}
         self._outbox = Outbox(settings.worker_id, settings.epoch, PREFILL_COUNTERS)
+        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows)
         self._is_draining = False
+        self._advanced_s = -math.inf
 
     def handshake(self) -> Handshake:
         return self._settings.handshake
@@ -92,6 +101,11 @@ class PrefillWorker:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def handle(self, source: RouterId, message: ToWorker, now: float) -> None:
+        self._meter.lap("idle")
+        self._handle(source, message, now)
+        self._meter.lap("messages")
+
+    def _handle(self, source: RouterId, message: ToWorker, now: float) -> None:
         if isinstance(message, Prefill):
             self._on_prefill(source, message, now)
         elif isinstance(message, Cancel):
@@ -100,12 +114,15 @@ class PrefillWorker:
             self._on_lease_message(message, now)
         elif isinstance(message, Drain):
             self._is_draining = True
+        elif isinstance(message, Audit):
+            self._outbox.send(source, audit(self, message))
 
     def _on_lease_message(self, message: Release | Renew, now: float) -> None:
         """TX-2: a lease id counts only together with its attempt."""
         if not self._leases.belongs(message.lease_id, message.request_id, message.attempt):
             return
         if isinstance(message, Release):
+            self._outbox.count("pdcluster_leases_released_total")
             self._pool.release(self._leases.release(message.lease_id))
         else:
             self._leases.renew(message.lease_id, now)
@@ -168,7 +185,9 @@ class PrefillWorker:
         handoff = self._handoffs.get(request_id)
         if handoff is not None and handoff.attempt == attempt:
             self._end(handoff)
+        num_leases = self._leases.num_leases
         self._pool.release(self._leases.release_request(request_id, attempt))
+        self._outbox.count("pdcluster_leases_cancelled_total", num_leases - self._leases.num_leases)
 
     def _end(self, handoff: Handoff) -> None:
         self._scheduler.remove(handoff.sequence)
@@ -182,22 +201,27 @@ class PrefillWorker:
     # ---- work ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
+        self._advanced_s = now
+        self._meter.lap("idle")
         self._expire(now)
+        self._meter.lap("transfer")
         plan = self._scheduler.plan()
         progress = self._scheduler.take_admission_progress()
         if plan is not None:
             for sequence in [h.sequence for h in self._handoffs.values() if h.sequence.row is not None]:
                 self._mark_started(sequence, now)
+        self._meter.lap("plan")
+        if plan is not None:
             output = self._runner.execute(plan)
+            self._meter.step(num_tokens=plan.num_tokens, num_sequences=plan.num_sequences, timings_s=output.timings_s)
             self._outbox.count("pdcluster_prefill_computed_tokens_total", plan.num_tokens)
-            self._outbox.count("pdcluster_steps_total")
-            self._outbox.count("pdcluster_step_seconds_total", sum(output.timings_s.values()))
             progress += self._scheduler.apply(plan, output)
             now += sum(output.timings_s.values())  # leases start when the step ended, not when it began
         for item in _latest(progress):
             self._mark_started(item.sequence, now)
             self._offer_final_blocks(item, now)
         self._serving.serve_hint(self._leases.num_leases > 0)
+        self._meter.lap("apply")
         return plan is not None or bool(progress)
 
     def _mark_started(self, sequence: Sequence, now: float) -> None:
@@ -285,14 +309,43 @@ class PrefillWorker:
             counters=dict(self._outbox.counters),
         )
 
+    def books(self) -> dict[str, int]:
+        return {
+            "requests": len(self._handoffs),
+            "waiting": self._scheduler.num_waiting,
+            "running": self._scheduler.num_running,
+            "blocks_used": self._pool.num_used,
+            "leases": self._leases.num_leases,
+            "lease_pins": self._leases.num_blocks,
+        }
+
+    def checks(self) -> tuple[Check, ...]:
+        return (
+            self._scheduler.check,
+            self._leases.check,
+            lambda: self._pool.check_claims(itertools.chain(self._scheduler.claims(), self._leases.claims())),
+            self._check_handoffs,
+        )
+
     def check(self) -> None:
-        self._scheduler.check()
-        self._leases.check()
-        assert len(self._handoffs) == len(self._by_sequence)
-        if not self._handoffs and not self._leases.num_leases:
-            assert self._pool.num_used == 0, (
-                f"KV-1: {self._pool.num_used} blocks used while nothing is leased or running"
-            )
+        for check in self.checks():
+            check()
+
+    def _check_handoffs(self) -> None:
+        """RQ-2: every sequence is a hand-off's and the reverse; no hand-off and no lease is past its deadline."""
+        known = {id(handoff.sequence) for handoff in self._handoffs.values()}
+        assert known == set(self._by_sequence), "RQ-1: hand-offs and their index by sequence differ"
+        names = {id(sequence): sequence.name for sequence in self._scheduler.sequences()}
+        strays = [name for key, name in names.items() if key not in known]
+        assert not strays, f"RQ-1: computed for no hand-off: {strays}"
+        for request_id, handoff in self._handoffs.items():
+            name = f"hand-off of {request_id} attempt {handoff.attempt}"
+            assert handoff.request_id == request_id, f"TX-2: the {name} is listed as {handoff.request_id}"
+            assert id(handoff.sequence) in names, f"RQ-1: the {name} is not computed any more and waits for ever"
+            assert math.isfinite(handoff.deadline_s), f"RQ-2: the {name} has no deadline"
+            assert handoff.deadline_s >= self._advanced_s, f"RQ-2: the {name} is past its deadline"
+        lease_end_s = self._leases.next_deadline()
+        assert lease_end_s is None or lease_end_s >= self._advanced_s, "KV-4: a lease is past its deadline"
 
     def close(self) -> None:
         self._serving.close()

@@ -271,12 +271,16 @@ def timing_of(options: AnswerOptions, summaries: Sequence[Summary]) -> dict[str,
     if not options.has_timing:
         return {}
     slowest = max((summary.timing for summary in summaries), key=lambda timing: timing.total_s)
-    return {"pdcluster_timing": answer.TimingInfo(**{k: round(v, 6) for k, v in asdict(slowest).items()})}
+    return {"pdcluster_timing": answer.TimingInfo.model_validate({k: _rounded(v) for k, v in asdict(slowest).items()})}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can carry."""
-    return max(logprob, LOGPROB_MIN)
+    return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN  # NaN, too, is not greater
 
 
 def _top(entry: TokenLogprobs, count: int) -> list[tuple[int, float]]:

@@ -71,7 +71,7 @@ class OperateEndpoints:
             object="model",
             created=int(self._service.started_wall_s),
             owned_by="pdcluster",
-            max_model_len=self._service.max_model_len(),
+            max_model_len=self._service.pool.max_model_len(),
         )
 
     async def health(self) -> Response:
@@ -109,6 +109,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -39,13 +39,13 @@ class GenerateEndpoints:
 
     async def completions(self, http: Request) -> Response:
         request = parse_request(CompletionRequest, await read_body(http))
-        prompts = self._preparer.prepare_completion(request, self._service.require_max_model_len())
+        prompts = self._preparer.prepare_completion(request, self._service.pool.require_max_model_len())
         options = self._options(http, request, prompts, "cmpl", request.logprobs)
         return await self._answer(http, request, options, CompletionWriter(options, self._service.text))
 
     async def chat_completions(self, http: Request) -> Response:
         request = parse_request(ChatCompletionRequest, await read_body(http))
-        prompt = self._preparer.prepare_chat(request, self._service.require_max_model_len())
+        prompt = self._preparer.prepare_chat(request, self._service.pool.require_max_model_len())
         options = self._options(http, request, [prompt], "chatcmpl", prompt.sampling.num_logprobs)
         return await self._answer(http, request, options, ChatWriter(options, self._service.text))
 
@@ -74,7 +74,7 @@ class GenerateEndpoints:
     async def _answer(
         self, http: Request, request: GenerateRequest, options: AnswerOptions, writer: AnswerWriter
     ) -> Response:
-        events = merge([self._service.generate(prompt) for prompt in options.prompts])
+        events = merge([self._service.generate(prompt, http.state.request_id) for prompt in options.prompts])
         if not request.stream:
             async with aclosing(events):
                 text = await run_until_disconnect(http.receive, collect(options, writer, events))

@@ -9,6 +9,7 @@ retry it tells each worker that may hold something to let go. Knows nothing abou
         '---- refusal or loss before the first token: attempt + 1 -------'
 """
 
+import math
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -19,6 +20,8 @@ from core.errors import (
     NoWorkerError,
     OverloadedError,
     PdclusterError,
+    RequestCancelledError,
+    StalledError,
     TransferFailedError,
     WorkerLostError,
 )
@@ -38,7 +41,7 @@ from core.messages import (
     TokenUpdate,
 )
 from core.request import LEGAL_TRANSITIONS, TERMINAL_STATES, Request, RequestState
-from router.actions import Deliver, Fail, Finish, FlowAction, FlowFacts, Send
+from router.actions import DEFAULT_STALL_LIMITS, Deliver, Fail, Finish, FlowAction, FlowFacts, Send, StallLimits
 from router.select import Pair, WorkerLife
 
 ATTEMPTS_MAX = 3
@@ -46,14 +49,6 @@ RETRY_DELAY_S = 0.05
 """Before attempt 1; doubles with each further one."""
 RESELECT_WAIT_S = 10.0
 """A retry waits so long for workers to serve it."""
-CREDIT_STALL_S = 300.0
-"""Decode workers queue requests before they grant credit."""
-PREFILL_STALL_S = 300.0
-"""Between two offers, queueing at the prefill worker included."""
-FIRST_TOKEN_STALL_S = 300.0
-"""From the last offer (or the credit, when nothing needs prefill) to the first token."""
-DECODE_STALL_S = 120.0
-"""Between two messages with tokens."""
 
 
 @dataclass(slots=True)
@@ -70,15 +65,16 @@ class _Child:
 class RequestFlow:
     """The decider for one request. The driver asks `needs_pair`, and performs what the methods return, in order."""
 
-    def __init__(self, request: Request, now: float) -> None:
+    def __init__(self, request: Request, now: float, limits: StallLimits = DEFAULT_STALL_LIMITS) -> None:
         self.request = request
         self.state = RequestState.SELECTED
         self.attempt = Attempt(0)
         self.pair: Pair | None = None
-        self.avoid: frozenset[WorkerId] = frozenset()
-        """Workers that an earlier attempt failed on."""
+        self.failed: dict[WorkerId, int] = {}
+        """Workers that earlier attempts failed on, each with the number of the attempt that came after it."""
         self.facts = FlowFacts(arrived_s=now)
         self._deadline = now + request.deadline_s
+        self._limits = limits
         self._phase_limit_s = request.deadline_s
         self._phase_deadline = self._deadline
         self._retry_at = now
@@ -95,9 +91,21 @@ class RequestFlow:
     def has_output(self) -> bool:
         return self.facts.first_token_s is not None
 
+    @property
+    def last_error(self) -> PdclusterError | None:
+        """What ended the attempt before this one."""
+        return self._last_error
+
     def needs_pair(self, now: float) -> bool:
         """A pair of workers should be chosen now."""
         return not self.is_ended and self.pair is None and now >= self._retry_at
+
+    def check(self) -> None:
+        """RQ-1, RQ-2: what is held belongs to a pair, an ended request holds nothing, a wait has an end."""
+        holds = self._decode_holds or self._prefill_holds
+        assert self.pair is not None or not holds, f"RQ-1: {self.request.request_id} holds something at nobody"
+        assert not (self.is_ended and holds), f"RQ-1: {self.request.request_id} has ended and holds something"
+        assert math.isfinite(self.next_deadline()), f"RQ-2: {self.request.request_id} waits without a deadline"
 
     def next_deadline(self) -> float:
         """When `expire` has something to do."""
@@ -109,8 +117,9 @@ class RequestFlow:
         """Workers were chosen: ask decode for credit."""
         assert self.needs_pair(now), "a pair was assigned to a request that has one"
         self.pair = pair
+        self.facts.submitted_s = now
         self._decode_holds = True
-        self._wait(CREDIT_STALL_S, now)
+        self._wait(self._limits.prompt_s, now)
         request = replace(self.request, deadline_s=max(0.0, self._deadline - now))
         submit = Submit(
             request_id=request.request_id,
@@ -168,12 +177,13 @@ class RequestFlow:
         self._move(RequestState.CREDITED)
         self.facts.credited_s = now
         if credit.num_held_blocks >= credit.num_demanded_blocks:
-            self._wait(FIRST_TOKEN_STALL_S, now)
+            self._wait(self._limits.prompt_s, now)
             return []
         if pair.prefill is None:
             return self._violation(pair.decode.worker, "asks for a prefill that was not offered to it")
         self._prefill_holds = True
-        self._wait(PREFILL_STALL_S, now)
+        self.facts.needs_prefill = True
+        self._wait(self._limits.prompt_s, now)
         prefill = Prefill(
             request_id=self.request.request_id,
             attempt=self.attempt,
@@ -189,10 +199,11 @@ class RequestFlow:
             return []
         if self.state is RequestState.CREDITED:
             self._move(RequestState.PREFILLING)
-        self._wait(FIRST_TOKEN_STALL_S if offer.is_final else PREFILL_STALL_S, now)
+        self._wait(self._limits.prompt_s, now)
         facts = self.facts
-        facts.was_prefilled = True
-        facts.prefill_queue_s, facts.prefill_s = offer.queue_s, offer.prefill_s
+        facts.prefill_queue_s = offer.queue_s
+        if offer.is_final and facts.offered_s is None:
+            facts.offered_s = now
         facts.num_prefill_cached_blocks = offer.num_cached_blocks
         return [Send(worker=pair.decode.worker, message=offer)]
 
@@ -201,8 +212,9 @@ class RequestFlow:
             return []
         self._move(RequestState.DECODING)
         self._prefill_holds = False
-        self._wait(FIRST_TOKEN_STALL_S, now)
-        self.facts.transfer_s = done.transfer_s
+        self._wait(self._limits.prompt_s, now)
+        self.facts.pulled_s = now
+        self.facts.num_pulled_blocks = done.num_blocks
         release = Release(request_id=done.request_id, attempt=done.attempt, lease_id=done.lease_id)
         return [Send(worker=pair.prefill.worker, message=release)]
 
@@ -245,16 +257,18 @@ class RequestFlow:
 
     def _note_tokens(self, tokens: Tokens, now: float) -> None:
         facts = self.facts
-        self._wait(DECODE_STALL_S, now)
         if not tokens.updates:
             return
+        self._wait(self._limits.stream_s, now)
         facts.last_token_s = now
         if facts.first_token_s is None:
             facts.first_token_s = now
-            facts.decode_queue_s = tokens.queue_s
+            facts.tail_queue_s = tokens.queue_s
             facts.num_decode_cached_tokens = tokens.num_cached_tokens
 
     def _on_refused(self, worker: WorkerId, refused: Refused, now: float) -> list[FlowAction]:
+        if now >= self._deadline:  # the workers watch it too, and may see it first
+            return self._fail(self._too_late())
         is_decode = self.pair is not None and worker == self.pair.decode.worker
         if refused.kind in ("invalid", "too_long"):
             return self._fail(InvalidRequestError(message=refused.reason))
@@ -268,6 +282,7 @@ class RequestFlow:
             assert self.pair is not None
             source = self.pair.prefill.worker if self.pair.prefill else "nobody"
             error = TransferFailedError(source=source, target=self.pair.decode.worker, reason=refused.reason)
+            return self._retry(error, self.pair.workers(), now)  # who of the two is to blame is not known here
         return self._retry(error, frozenset({worker}), now)
 
     # ---- losses, time, endings ---------------------------------------------------------------------------------------
@@ -294,11 +309,26 @@ class RequestFlow:
         if self.is_ended or now < self.next_deadline():
             return []
         if now >= self._deadline:
-            return self._fail(DeadlineExceededError(phase=self.state.value, limit_s=f"{self.request.deadline_s:g}"))
+            return self._fail(self._too_late())
         if self.pair is None:
             return self._fail(self._last_error or NoWorkerError(role="decode"))
-        error = DeadlineExceededError(phase=self.state.value, limit_s=f"{self._phase_limit_s:g}")
-        return self._retry(error, self.pair.workers(), now)
+        workers = self.pair.workers()
+        named = " and ".join(sorted(workers))
+        error = StalledError(workers=named, limit_s=f"{self._phase_limit_s:g}", phase=self.state.value)
+        return self._retry(error, workers, now)
+
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(phase=self.state.value, limit_s=f"{self.request.deadline_s:g}")
+
+    def slept(self, seconds: float) -> None:
+        """This process did not run for so long: nobody could show it progress. The request's own deadline stays."""
+        self._phase_deadline += seconds
+
+    def abort(self, error: PdclusterError | None = None) -> list[FlowAction]:
+        """Somebody asked for its end, or `error` says why nobody can want it any more; whoever reads it is told."""
+        if self.is_ended:
+            return []
+        return [*self._end(RequestState.CANCELLED), Fail(error=error or RequestCancelledError())]
 
     def cancel(self) -> list[FlowAction]:
         """The client went away."""
@@ -326,8 +356,8 @@ class RequestFlow:
         self._move(RequestState.SELECTED)
         self.attempt = Attempt(self.attempt + 1)
         self.pair = None
-        self.avoid |= culprits
-        self.facts = FlowFacts(arrived_s=self.facts.arrived_s)
+        self.failed |= dict.fromkeys(culprits, int(self.attempt))
+        self.facts = FlowFacts(arrived_s=self.facts.arrived_s, retried_s=now)
         self._last_error = error
         self._retry_at = now + RETRY_DELAY_S * 2 ** (self.attempt - 1)
         self._phase_deadline = self._retry_at + RESELECT_WAIT_S

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.clock import Clock
+from core.errors import NoWorkerError
 from core.ids import Role, WorkerId
 from core.messages import (
+    Audited,
     Connect,
     Disconnect,
     FromWorker,
@@ -43,6 +45,8 @@ class RequestSink(Protocol):
 
     def topology_changed(self) -> None: ...
 
+    def audited(self, worker: WorkerId, answer: Audited) -> None: ...
+
 
 class WorkerPool:
     """See above. Used from one asyncio loop only."""
@@ -65,6 +69,10 @@ class WorkerPool:
         clients = [c for c in self._clients.values() if c.welcome is not None and role in (None, c.role)]
         return sorted(clients, key=lambda c: c.worker)
 
+    def workers(self) -> list[WorkerId]:
+        """Every worker of the latest set, with a link or without."""
+        return sorted(self._clients)
+
     def topology(self) -> Topology:
         """Workers that take requests."""
         ready = [c for c in self.live() if c.state == "ready"]
@@ -74,6 +82,22 @@ class WorkerPool:
             connected=frozenset(self._connected),
             is_colocated=self._is_colocated,
         )
+
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt plus output that every live decode worker can hold; None without one."""
+        limits = [
+            min(w.max_model_len, w.handshake.num_blocks * w.handshake.layout.block_size)
+            for client in self.live("decode")
+            if (w := client.welcome) is not None
+        ]
+        return min(limits, default=None)
+
+    def require_max_model_len(self) -> int:
+        """As `max_model_len`; raises NoWorkerError without a decode worker."""
+        limit = self.max_model_len()
+        if limit is None:
+            raise NoWorkerError(role="decode")
+        return limit
 
     def refusals(self) -> list[str]:
         """Why some live pairs cannot exchange KV."""
@@ -129,6 +153,8 @@ class WorkerPool:
             self._sink.request_message(client.worker, message)
         elif isinstance(message, WorkerStatus):
             self._connect_again(client)
+        elif isinstance(message, Audited):
+            self._sink.audited(client.worker, message)
         elif isinstance(message, PeerReady | PeerRefused):
             self._peer_answered(client, message)
 
@@ -147,6 +173,16 @@ class WorkerPool:
                 decode.send(Disconnect(worker=life.worker, epoch=life.epoch))
         self._sink.worker_lost(life)
         self._sink.topology_changed()
+
+    def check(self) -> None:
+        """TX-2: pairs are of live lives only; links keep to their limits (RQ-2)."""
+        lives = {client.life for client in self.live()}
+        for pair in [*self._connected, *self._refused, *self._asked_s]:
+            assert lives.issuperset(pair), f"TX-2: the pair {pair} outlived one of its workers"
+        both = self._connected & set(self._refused)
+        assert not both, f"TX-2: pairs are connected and refused: {both}"
+        for client in self._clients.values():
+            client.check()
 
     # ---- pairs -------------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,18 @@
-"""One request while it runs: its flow, the text of its choices, and the queue that its reader waits on.
+"""One request while it runs: its flow, and the text of its choices on their way to its reader.
 
 Turns checked tokens into text, finds stop strings, and closes with a Summary or an error. Knows nothing about workers.
 """
 
-import asyncio
 from collections.abc import Iterable
+from typing import Literal
 
-from core.clock import Clock
 from core.errors import PdclusterError
 from core.messages import TokenUpdate
 from core.request import RequestState
+from router.buffer import EventBuffer
 from router.flow import RequestFlow
-from router.generation import ChildDelta, GenerationEvent, PreparedRequest, Summary, make_timing
-from router.metrics import RouterMetrics
+from router.generation import ChildDelta, PreparedRequest, Summary, make_timing
+from router.metrics import ChoiceTimes, RouterMetrics
 from router.text import TextCodec, TextStream
 
 
@@ -20,43 +20,63 @@ class Run:
     """See above."""
 
     def __init__(
-        self, *, flow: RequestFlow, prepared: PreparedRequest, text: TextCodec, clock: Clock, metrics: RouterMetrics
+        self,
+        *,
+        flow: RequestFlow,
+        prepared: PreparedRequest,
+        text: TextCodec,
+        metrics: RouterMetrics,
+        buffer: EventBuffer,
+        prompt: int = 0,
+        client_request_id: str = "",
     ) -> None:
+        """`buffer`: where events go; `prompt`: index of this prompt in it."""
         self.flow = flow
+        self.client_request_id = client_request_id
         self.block_size = 1
         """Of the workers that serve the current attempt."""
-        self._clock = clock
         self._metrics = metrics
         self._streams = [TextStream(text, prepared.stop) for _ in range(prepared.num_children)]
         self._stop_token_ids = frozenset(prepared.sampling.stop_token_ids)
-        self._num_tokens = [0] * prepared.num_children
-        self._reasons: list[str] = []
-        self._events: asyncio.Queue[GenerationEvent | PdclusterError] = asyncio.Queue()
-        self._last_message_s: float | None = None
+        self._choices = [ChoiceTimes() for _ in range(prepared.num_children)]
+        self.buffer = buffer
+        self._prompt = prompt
+        self._has_counted_prompt = False
+        self._num_endings = 0
 
-    async def next_event(self) -> GenerationEvent:
-        """The next event; raises the error that ended the request."""
-        event = await self._events.get()
-        if isinstance(event, PdclusterError):
-            raise event
-        return event
+    @property
+    def num_open(self) -> int:
+        """Choices whose text goes on."""
+        return 0 if self.flow.is_ended else sum(not choice.finish_reason for choice in self._choices)
+
+    def check(self) -> None:
+        """RQ-1: the reader is told of one end, once the flow has ended, and not before. Flow's own invariants, too."""
+        self.flow.check()
+        name, state = self.flow.request.request_id, self.flow.state
+        if not self.flow.is_ended:
+            assert not self._num_endings, f"RQ-1: the reader of {name} was told of an end while it is {state.value}"
+            assert self.num_open > 0, f"RQ-1: every choice of {name} has ended while it is {state.value}"
+        elif state is not RequestState.CANCELLED:
+            assert self._num_endings, f"RQ-1: {name} is {state.value} and its reader was told nothing"
 
     def deliver(self, updates: Iterable[TokenUpdate]) -> list[int]:
         """Queue the text of new tokens. Returns the children that a stop string ended."""
         stopped: list[int] = []
-        num_new = 0
+        now = self.flow.facts.last_token_s
+        assert now is not None, "RQ-1: tokens came at no time"
         for update in updates:
             if update.child in stopped:
                 continue
             delta = self._delta(update)
-            num_new += len(delta.token_ids)
-            self._num_tokens[update.child] += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                self._reasons.append(delta.finish_reason)
+            choice = self._choices[update.child]
+            if delta.token_ids:
+                self._metrics.tokens(choice, self.flow.facts.arrived_s, len(delta.token_ids), now)
+            choice.finish_reason = delta.finish_reason or ""
             if isinstance(delta.stop_reason, str):
                 stopped.append(update.child)
-            self._events.put_nowait(delta)
-        self._count(num_new)
+            self.buffer.put(self._prompt, delta)
+        if not self._has_counted_prompt:
+            self._count_prompt()
         return stopped
 
     def _delta(self, update: TokenUpdate) -> ChildDelta:
@@ -81,41 +101,42 @@ class Run:
             stop_reason=update.stop_token_id if update.stop_token_id in self._stop_token_ids else None,
         )
 
-    def _count(self, num_new: int) -> None:
-        if not num_new:
-            return
-        now = self._clock.now()
-        if self._last_message_s is None:
-            self._metrics.first_token(len(self.flow.request.token_ids))
-        gap_s = now - self._last_message_s if self._last_message_s is not None else None
-        self._metrics.tokens(num_new, gap_s)
-        self._last_message_s = now
+    def _count_prompt(self) -> None:
+        self._has_counted_prompt = True
+        num_prompt, num_cached = len(self.flow.request.token_ids), self._num_cached_tokens()
+        self._metrics.prompt_computed(
+            self.flow.facts, num_prompt=num_prompt, num_cached=num_cached, block_size=self.block_size
+        )
+
+    def _num_cached_tokens(self) -> int:
+        """Prompt tokens that no worker had to compute."""
+        facts = self.flow.facts
+        if facts.needs_prefill:
+            return facts.num_prefill_cached_blocks * self.block_size
+        return facts.num_decode_cached_tokens
 
     def finish(self) -> None:
         """All choices ended well."""
-        facts = self.flow.facts
-        if facts.was_prefilled:
-            num_cached = facts.num_prefill_cached_blocks * self.block_size
-        else:
-            num_cached = facts.num_decode_cached_tokens
-        num_prompt, num_output = len(self.flow.request.token_ids), sum(self._num_tokens)
-        timing = make_timing(facts, self._clock.now(), max(self._num_tokens))
-        self._metrics.finished(
-            timing, num_prompt=num_prompt, num_cached=num_cached, num_output=num_output, reasons=self._reasons
-        )
+        request, facts = self.flow.request, self.flow.facts
+        timing = make_timing(facts, max(choice.num_tokens for choice in self._choices))
+        self._metrics.finished(request, facts.arrived_s, timing, self._choices)
         summary = Summary(
-            num_prompt_tokens=num_prompt,
-            num_output_tokens=num_output,
-            num_cached_tokens=num_cached,
+            num_prompt_tokens=len(request.token_ids),
+            num_output_tokens=sum(choice.num_tokens for choice in self._choices),
+            num_cached_tokens=self._num_cached_tokens(),
             timing=timing,
         )
-        self._events.put_nowait(summary)
+        self._num_endings += 1
+        self.buffer.put(self._prompt, summary)
 
     def fail(self, error: PdclusterError) -> None:
         """The request ended with an error."""
-        self._events.put_nowait(error)
+        self._num_endings += 1
+        self.buffer.fail(error)
 
-    def outcome(self) -> str:
+    def outcome(self) -> Literal["finished", "failed", "cancelled"]:
         """How it ended, for the metrics."""
         assert self.flow.is_ended, "a run is counted once it has ended"
-        return {RequestState.FINISHED: "finished", RequestState.FAILED: "failed"}.get(self.flow.state, "cancelled")
+        if self.flow.state is RequestState.FINISHED:
+            return "finished"
+        return "failed" if self.flow.state is RequestState.FAILED else "cancelled"

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+WRITE_TIMEOUT_S = 60.0
+"""A client that does not take an event for so long, its connection's buffers being full, counts as gone."""
 
 Result = TypeVar("Result")
 
@@ -55,13 +57,18 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await run_until_disconnect(receive, self._write(send))
-        except (ClientDisconnect, OSError):
+        except (ClientDisconnect, OSError):  # a TimeoutError is an OSError
             return
         finally:
             await self._events.aclose()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        """Raises TimeoutError when the client stops reading."""
+        await self._send(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send(message)

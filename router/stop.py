@@ -53,7 +53,9 @@ class StopMatcher:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop` but not all of it."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
     return 0

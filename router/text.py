@@ -5,9 +5,11 @@ run in a sandbox and only the model's own is ever used. Knows nothing about requ
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,11 @@ from core.errors import InvalidRequestError, ModelLoadError
 from router.detokenise import make_detokeniser
 from router.stop import StopMatcher
 
+BREAK = "\udfff"
+"""Stands in a rendered conversation where a client's words would spell a control token: text on both sides of it is
+tokenised apart. A lone surrogate, which no text of a client has."""
+LONG_TEXT_CHARS = 8192
+"""Longer texts are tokenised without Python's global lock, so that another thread may run meanwhile."""
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -63,6 +70,7 @@ class TextProcessor:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self._added_text = {token_id: token.content for token_id, token in added.items()}
+        self._control = _ControlTokens([token.content for token in added.values() if token.special])
         self.is_byte_level = _is_byte_level(document.get("decoder"))
         names = self._tokenizer.get_vocab(with_added_tokens=True)
         self.token_bytes_max = max((len(name.encode()) for name in names), default=1)
@@ -75,25 +83,41 @@ class TextProcessor:
         self._template = _compile_template(model_directory, config)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. A lone surrogate in it is an InvalidRequestError."""
+        """Token ids of a text, or of a rendered conversation. A lone surrogate in it is an InvalidRequestError.
+
+        What spells a control token becomes that token, unless a BREAK is in it.
+        """
+        first, *others = text.split(BREAK)
+        ids = self._encode(first, add_special_tokens)
+        for piece in others:
+            ids += self._encode(piece, False)
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > LONG_TEXT_CHARS:
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(message=f"The text cannot be tokenised: {error}") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """The conversation as the model expects it, ending where the assistant's answer begins.
 
-        `messages`: each with `role` and `content`, and `name` if the client gave one. Raises InvalidRequestError when
-        the template refuses them, or when the model has no template.
+        `messages`: each with `role` and `content`, and `name` if the client gave one. Where their words spell a control
+        token, the result has a BREAK in it: a client's words never become a token that only the template may write.
+        Raises InvalidRequestError when the template refuses them, or when the model has no template.
         """
         if self._template is None:
             text = "This model has no chat template. Use /v1/completions."
             raise InvalidRequestError(message=text, param="messages")
+        defused = [{key: self._control.defuse(value) for key, value in message.items()} for message in messages]
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_names
+                messages=defused, tools=None, documents=None, add_generation_prompt=True, **self._special_names
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
@@ -130,6 +154,27 @@ class TextProcessor:
             return bytes(_BYTE_OF_CHARACTER[character] for character in name)
         except KeyError:
             return name.encode()
+
+
+class _ControlTokens:
+    """Finds where a text spells a control token. One of a single character cannot be broken, and no model has any."""
+
+    def __init__(self, contents: Sequence[str]) -> None:
+        self._contents = frozenset(content for content in contents if len(content) > 1)
+        self._lengths = sorted({len(content) for content in self._contents})
+        beginnings = sorted({re.escape(content[:2]) for content in self._contents})
+        self._begin = re.compile(f"(?=({'|'.join(beginnings)}))") if beginnings else None
+
+    def defuse(self, text: str) -> str:
+        """`text` with a BREAK after the first character of everything that spells a control token."""
+        if self._begin is None:
+            return text
+        cuts = [found.start() + 1 for found in self._begin.finditer(text) if self._is_at(text, found.start())]
+        borders = [0, *cuts, len(text)]
+        return BREAK.join(text[start:end] for start, end in pairwise(borders))
+
+    def _is_at(self, text: str, start: int) -> bool:
+        return any(text[start : start + length] in self._contents for length in self._lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

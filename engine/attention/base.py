@@ -13,7 +13,11 @@ Metadata = TypeVar("Metadata")
 
 
 class Attention(Protocol[Metadata]):
-    """Causal attention over the KV cache. Token t of a plan attends to positions [0, positions[t]] of its sequence."""
+    """Causal attention over the KV cache.
+
+    Token t of a plan attends to positions [0, positions[t]] of its sequence; in layers with a window w, to the last w
+    of them.
+    """
 
     def prepare(self, plan: StepPlan, dtype: torch.dtype) -> Metadata:
         """Everything of a plan that all layers share, for queries in `dtype`. Valid for this plan only."""

@@ -9,7 +9,16 @@ the processor's cache between gathering and use. Query heads that share a KV hea
 
 With `exact`, query rows are padded to a multiple of ROW_UNIT and keys to a multiple of KEY_UNIT: the kernel then runs
 the same operations on a row whatever else is in the call (see docs/experiments.md), and masked keys add exact zeros.
-Written for the CPU's kernel; it runs unchanged on other devices. Knows nothing about weights.
+
+Layers with a window gather from the first block that the piece's first token needs; with `exact` from the multiple of
+KEY_UNIT before it, so that the kernel cuts the keys at the same positions however a prompt is chunked:
+
+    keys:    0        KEY_UNIT       2 * KEY_UNIT    3 * KEY_UNIT
+    piece:            [ not needed )[ window and chunk )[ padding )
+
+Blocks that are not needed may be anybody's; what they hold is masked. Groups of layers with the same window share
+everything but the block ids. Written for the CPU's kernel; it runs unchanged on other devices. Knows nothing about
+weights.
 """
 
 import math
@@ -21,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from core.layout import GroupLayout
 from engine.kv.cache import KvCache
 from engine.step import IntArray, StepPlan
 
@@ -33,6 +43,18 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Sequences that one call of the kernel handles, and the blocks that it gathers for each of them."""
+
+    first: int
+    """First sequence in the plan."""
+    end: int
+    starts: IntArray
+    """Per sequence, the index of the first block gathered, in its block table."""
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One call of the attention kernel per layer."""
 
@@ -41,8 +63,6 @@ class Piece:
     end: int
     is_group: bool
     """Sequences of one token each; else one prefill chunk."""
-    rows: tuple[torch.Tensor, ...]
-    """Per layer, of `KvCache.part_rows`."""
     stored: torch.Tensor
     """Scratch for the gathered parts as they are stored."""
     gathered: torch.Tensor
@@ -56,39 +76,62 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuMetadata:
-    """A plan, cut into pieces."""
+class GroupMetadata:
+    """A plan, cut into pieces for one group of layers."""
 
     slot_rows: tuple[torch.Tensor, ...]
-    """Per layer, of `KvCache.slot_rows`."""
+    """Per place, of `KvCache.slot_rows`."""
     pieces: tuple[Piece, ...]
+    part_rows: tuple[tuple[torch.Tensor, ...], ...]
+    """Per piece and place, of `KvCache.part_rows`."""
 
 
 class CpuAttention:
     """See the module. Owns scratch memory: one call at a time."""
 
-    def __init__(self, cache: KvCache, *, num_heads: int, exact: bool) -> None:
+    def __init__(self, cache: KvCache, *, num_heads: int, exact: bool, scale: float | None = None) -> None:
+        """scale: of the scores; None: 1 / sqrt(head dim)."""
         _, _, _, self._block_size, self._kv_heads, self._head_dim = cache.tensor.shape
         self._cache = cache
         self._group = num_heads // self._kv_heads
         self._exact = exact
+        self._scale = scale
         self._block_unit = KEY_UNIT // math.gcd(KEY_UNIT, self._block_size) if exact else 1
         self._bytes_max = GATHER_BYTES_MAX if cache.device.type == "cpu" else 1 << 62
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
-    def prepare(self, plan: StepPlan, dtype: torch.dtype) -> CpuMetadata:
-        counts = np.diff(plan.query_start)
-        num_blocks = -(-plan.context_lengths // (self._block_size * self._block_unit)) * self._block_unit
-        pieces = []
-        for first, end in self._groups(counts, num_blocks):
-            if counts[first] == 1:
-                pieces.append(self._group_piece(plan, first, end, int(num_blocks[first:end].max()), dtype))
-            else:
-                pieces.append(self._chunk_piece(plan, first, int(num_blocks[first]), dtype))
-        slots = torch.from_numpy(plan.slots[0]).to(self._cache.device)
-        return CpuMetadata(slot_rows=self._cache.slot_rows(slots), pieces=tuple(pieces))
+    def prepare(self, plan: StepPlan, dtype: torch.dtype) -> tuple[GroupMetadata, ...]:
+        by_window: dict[int | None, tuple[list[Span], tuple[Piece, ...]]] = {}
+        groups = []
+        for index, group in enumerate(self._cache.layout.groups):
+            if group.window not in by_window:
+                spans = list(self._spans(plan, group))
+                pieces = tuple(self._piece(plan, span, group.window, dtype) for span in spans)
+                by_window[group.window] = spans, pieces
+            spans, pieces = by_window[group.window]
+            slots = torch.from_numpy(plan.slots[index]).to(self._cache.device)
+            groups.append(
+                GroupMetadata(
+                    slot_rows=self._cache.slot_rows(slots),
+                    pieces=pieces,
+                    part_rows=tuple(self._part_rows(plan.block_tables[index], span) for span in spans),
+                )
+            )
+        return tuple(groups)
 
-    def _groups(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
+    def _spans(self, plan: StepPlan, group: GroupLayout) -> Iterator[Span]:
+        """The plan's sequences in order, neighbours of one token together."""
+        counts = np.diff(plan.query_start)
+        unit = self._block_unit
+        positions = (plan.context_lengths - counts).tolist()
+        needed = [group.needed_blocks(position, self._block_size).start for position in positions]
+        starts = np.array(needed, dtype=np.int32) // unit * unit
+        num_blocks = -(-plan.context_lengths // (self._block_size * unit)) * unit - starts
+        for first, end in self._neighbours(counts, num_blocks):
+            blocks = int(num_blocks[first:end].max())
+            yield Span(first=first, end=end, starts=starts[first:end], num_blocks=blocks)
+
+    def _neighbours(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
         """Half-open ranges of sequences that make one piece: at most half as many masked blocks as real ones."""
         block_bytes = 2 * self._block_size * self._kv_heads * self._head_dim * 4
         first, widest, total = 0, 0, 0
@@ -103,54 +146,64 @@ class CpuAttention:
             widest, total = width, total + blocks
         yield first, len(counts)
 
-    def _rows(self, plan: StepPlan, first: int, end: int, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        table = plan.block_tables[0, first:end, :num_blocks].astype(np.int64)
-        table = np.pad(table, ((0, 0), (0, num_blocks - table.shape[1])))
-        return self._cache.part_rows(torch.from_numpy(table.reshape(-1)).to(self._cache.device))
+    def _part_rows(self, tables: IntArray, span: Span) -> tuple[torch.Tensor, ...]:
+        """tables: [S, M] of one group. What lies beyond a table is gathered from block 0 and masked."""
+        columns = span.starts[:, None] + np.arange(span.num_blocks)
+        inside = np.minimum(columns, tables.shape[1] - 1)
+        block_ids = np.take_along_axis(tables[span.first : span.end], inside, axis=1).astype(np.int64)
+        block_ids[columns != inside] = 0
+        return self._cache.part_rows(torch.from_numpy(block_ids.reshape(-1)).to(self._cache.device))
 
-    def _group_piece(self, plan: StepPlan, first: int, end: int, num_blocks: int, dtype: torch.dtype) -> Piece:
-        count, num_keys = end - first, num_blocks * self._block_size
-        hidden = np.arange(num_keys) >= plan.context_lengths[first:end, None]
-        stored, gathered = self._buffers(2 * count * num_blocks, dtype)
-        heads = gathered.view(2, count, num_keys, self._kv_heads, self._head_dim).transpose(2, 3)
-        return Piece(
-            first=int(plan.query_start[first]),
-            end=int(plan.query_start[end]),
-            is_group=True,
-            rows=self._rows(plan, first, end, num_blocks),
-            stored=stored,
-            gathered=gathered,
-            keys=heads[0],
-            values=heads[1],
-            mask=self._mask(hidden, dtype).view(count, 1, 1, num_keys),
-        )
-
-    def _chunk_piece(self, plan: StepPlan, index: int, num_blocks: int, dtype: torch.dtype) -> Piece:
-        first, end = plan.query_start[index : index + 2].tolist()
-        context, count = int(plan.context_lengths[index]), end - first
-        num_keys = num_blocks * self._block_size if self._exact else context
-        mask = None
-        if self._exact or context > count:
-            queries = -(-count // ROW_UNIT) * ROW_UNIT if self._exact else count
-            hidden = np.arange(num_keys) > (context - count + np.arange(queries))[:, None]
-            mask = self._mask(hidden, dtype).view(1, 1, queries, num_keys)
-        stored, gathered = self._buffers(2 * num_blocks, dtype)
-        heads = gathered.view(2, -1, self._kv_heads, self._head_dim)[:, :num_keys].transpose(1, 2).unsqueeze(2)
-        heads = heads.expand(2, self._kv_heads, self._group, num_keys, self._head_dim)
-        rows = self._rows(plan, index, index + 1, num_blocks)
+    def _piece(self, plan: StepPlan, span: Span, window: int | None, dtype: torch.dtype) -> Piece:
+        first, end = int(plan.query_start[span.first]), int(plan.query_start[span.end])
+        count = span.end - span.first
+        is_group = end - first == count
+        stored, gathered = self._buffers(2 * count * span.num_blocks, dtype)
+        mask = self._group_mask(plan, span, window) if is_group else self._chunk_mask(plan, span, window)
+        num_keys = span.num_blocks * self._block_size
+        if is_group:
+            heads = gathered.view(2, count, num_keys, self._kv_heads, self._head_dim).transpose(2, 3)
+        else:
+            if not self._exact:
+                num_keys = int(plan.context_lengths[span.first]) - int(span.starts[0]) * self._block_size
+            heads = gathered.view(2, -1, self._kv_heads, self._head_dim)[:, :num_keys].transpose(1, 2).unsqueeze(2)
+            heads = heads.expand(2, self._kv_heads, self._group, num_keys, self._head_dim)
         return Piece(
             first=first,
             end=end,
-            is_group=False,
-            rows=rows,
+            is_group=is_group,
             stored=stored,
             gathered=gathered,
             keys=heads[0],
             values=heads[1],
-            mask=mask,
+            mask=None if mask is None else self._to_mask(mask, dtype),
         )
 
-    def _mask(self, hidden: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    def _group_mask(self, plan: StepPlan, span: Span, window: int | None) -> NDArray[np.bool_]:
+        """Which keys are hidden, [sequences, 1, 1, keys]."""
+        contexts = plan.context_lengths[span.first : span.end, None]
+        positions = span.starts[:, None] * self._block_size + np.arange(span.num_blocks * self._block_size)
+        hidden = positions >= contexts
+        if window is not None:
+            hidden |= positions < contexts - window
+        return hidden[:, None, None]
+
+    def _chunk_mask(self, plan: StepPlan, span: Span, window: int | None) -> NDArray[np.bool_] | None:
+        """Which keys are hidden, [1, 1, queries, keys]; None when the kernel's own causal mask says the same."""
+        count = int(plan.query_start[span.end] - plan.query_start[span.first])
+        start, context = int(span.starts[0]) * self._block_size, int(plan.context_lengths[span.first])
+        is_cut = window is not None and window < count
+        if not self._exact and context - start == count and not is_cut:
+            return None
+        queries = -(-count // ROW_UNIT) * ROW_UNIT if self._exact else count
+        keys = np.arange(start, start + span.num_blocks * self._block_size if self._exact else context)
+        positions = (context - count + np.arange(queries))[:, None]
+        hidden = keys > positions
+        if window is not None:
+            hidden |= keys <= positions - window
+        return hidden[None, None]
+
+    def _to_mask(self, hidden: NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
         where = torch.from_numpy(hidden).to(self._cache.device)
         return torch.zeros(hidden.shape, dtype=dtype, device=where.device).masked_fill_(where, NEVER)
 
@@ -167,16 +220,23 @@ class CpuAttention:
         return buffer[:num_parts]
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: CpuMetadata
+        self, layer: int, queries: torch.Tensor, keys_values: torch.Tensor, metadata: tuple[GroupMetadata, ...]
     ) -> torch.Tensor:
-        self._cache.write(metadata.slot_rows[layer], keys_values)
-        pieces = metadata.pieces
+        group, place = self._cache.layer_places[layer]
+        shared = metadata[group]
+        self._cache.write(shared.slot_rows[place], keys_values)
+        pieces, rows = shared.pieces, shared.part_rows
         if len(pieces) == 1:
-            return self._attend_piece(layer, queries, pieces[0])
-        return torch.cat([self._attend_piece(layer, queries[piece.first : piece.end], piece) for piece in pieces])
+            return self._attend_piece(queries, pieces[0], rows[0][place])
+        return torch.cat(
+            [
+                self._attend_piece(queries[piece.first : piece.end], piece, rows[index][place])
+                for index, piece in enumerate(pieces)
+            ]
+        )
 
-    def _attend_piece(self, layer: int, queries: torch.Tensor, piece: Piece) -> torch.Tensor:
-        torch.index_select(self._cache.parts, 0, piece.rows[layer], out=piece.stored)
+    def _attend_piece(self, queries: torch.Tensor, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
+        torch.index_select(self._cache.parts, 0, rows, out=piece.stored)
         if piece.gathered is not piece.stored:
             piece.gathered.copy_(piece.stored)
         return self._attend_group(queries, piece) if piece.is_group else self._attend_chunk(queries, piece)
@@ -187,7 +247,9 @@ class CpuAttention:
         missing = -group % ROW_UNIT if self._exact else 0
         if missing:
             queries = F.pad(queries, (0, 0, 0, missing))
-        output = F.scaled_dot_product_attention(queries, piece.keys, piece.values, attn_mask=piece.mask)
+        output = F.scaled_dot_product_attention(
+            queries, piece.keys, piece.values, attn_mask=piece.mask, scale=self._scale
+        )
         if missing:
             output = output[:, :, :group]
         return output.reshape(count, -1)
@@ -198,6 +260,6 @@ class CpuAttention:
             queries = F.pad(queries, (0, 0, 0, 0, 0, mask.shape[2] - count))
         grouped = queries.reshape(len(queries), self._kv_heads, self._group, self._head_dim).permute(1, 2, 0, 3)
         output = F.scaled_dot_product_attention(
-            grouped, piece.keys, piece.values, attn_mask=mask, is_causal=mask is None
+            grouped, piece.keys, piece.values, attn_mask=mask, is_causal=mask is None, scale=self._scale
         )
         return output.permute(2, 0, 1, 3)[:count].reshape(count, -1)

@@ -11,6 +11,7 @@ Owned by the step thread. Knows nothing about requests, bytes or peers.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from core.books import Claim, check_references
 from core.ids import BlockDigest, BlockHash, BlockId
 from core.messages import KvUsage
 
@@ -122,21 +123,24 @@ class BlockPool:
             self._hashes[block] = None
         self._digests.pop(block, None)
 
+    def check_claims(self, claims: Iterable[Claim]) -> None:
+        """KV-1: the pool counts exactly the references that its users say they have: no leak, no double release."""
+        check_references(self._references, claims)
+
     def check(self) -> None:
         """Assert KV-1 and KV-2 over the whole pool; for tests and the idle hook."""
         free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "KV-1: a block is free twice"
-        assert not free & cached, "KV-1: a block is free and cached"
-        for index in range(self.num_blocks):
-            block = BlockId(index)
-            used = self._references[block] > 0
-            states = (block in free) + (block in cached) + used
-            assert states == 1, f"KV-1: block {block} is in {states} states"
-            block_hash = self._hashes[block]
-            assert block not in free or block_hash is None, f"KV-2: free block {block} has a hash"
-            assert block not in cached or block_hash is not None, f"KV-1: cached block {block} has no hash"
-            if block_hash is not None:
-                assert self._by_hash[block_hash] == block, f"KV-2: the index does not know block {block}"
-        assert len(self._by_hash) == sum(h is not None for h in self._hashes), (
-            "KV-2: the index names a block without hash"
-        )
+        used = {BlockId(index) for index, number in enumerate(self._references) if number > 0}
+        hashed = {block_hash: BlockId(index) for index, block_hash in enumerate(self._hashes) if block_hash is not None}
+        blocks = {BlockId(index) for index in range(self.num_blocks)}
+        assert len(free) == len(self._free), f"KV-1: a block is free twice: {sorted(self._free)}"
+        twice = (free & cached) | (free & used) | (cached & used)
+        assert not twice, f"KV-1: blocks are in two states: {sorted(twice)}"
+        assert free | cached | used == blocks, f"KV-1: blocks are in no state: {sorted(blocks - free - cached - used)}"
+        marked = free & set(hashed.values())
+        assert not marked, f"KV-2: free blocks have a hash: {sorted(marked)}"
+        unmarked = cached - set(hashed.values())
+        assert not unmarked, f"KV-1: cached blocks have no hash: {sorted(unmarked)}"
+        assert hashed == self._by_hash, "KV-2: the blocks' hashes and the index by hash differ"
+        stray = set(self._digests) & free
+        assert not stray, f"KV-2: free blocks have a digest: {sorted(stray)}"

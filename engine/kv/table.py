@@ -111,6 +111,18 @@ class SequenceTable:
         self.tokens[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
+    def check(self) -> None:
+        """KV-3: every open row has blocks for what is computed, and no block twice; closed rows hold nothing."""
+        assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
+        for row in range(self.num_rows):
+            if row in self._free_rows:
+                assert self.num_blocks[row] == 0 == self.num_tokens[row], f"KV-3: closed row {row} holds something"
+                continue
+            room = self.num_blocks[row] * self.block_size
+            assert self.num_computed[row] <= min(room, self.num_tokens[row]), f"KV-3: row {row} computed past its end"
+            blocks = self.row_blocks(row)
+            assert len(set(blocks)) == len(blocks), f"KV-3: row {row} names a block twice"
+
     def sampling_batch(self, rows: IntArray) -> SamplingBatch:
         """Sampling columns of `rows`, in their order."""
         columns = {name: column[rows] for name, column in self._columns.items()}

@@ -58,14 +58,30 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        for name, shape in _norms(config).items():
+            shapes[f"{prefix}{name}.weight"] = shape
         for name, shape in linears.items():
             shapes[f"{prefix}{name}.weight"] = shape
-            has_bias = config.attention_bias if name.startswith("self_attn") else config.mlp_bias
-            if has_bias:
+            if _has_bias(config, name):
                 shapes[f"{prefix}{name}.bias"] = shape[:1]
     return shapes
+
+
+def _norms(config: ModelConfig) -> dict[str, Shape]:
+    """Of one layer. `post_attention_layernorm` is the norm before the MLP, except where results are normed too."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if config.post_norms:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: dict[str, Shape] = {name: (config.hidden_size,) for name in names}
+    if config.qk_norm:
+        shapes |= {"self_attn.q_norm": (config.head_dim,), "self_attn.k_norm": (config.head_dim,)}
+    return shapes
+
+
+def _has_bias(config: ModelConfig, name: str) -> bool:
+    if name == "self_attn.o_proj" and config.output_bias is not None:
+        return config.output_bias
+    return config.attention_bias if name.startswith("self_attn") else config.mlp_bias
 
 
 def read_json_object(directory: Path, name: str) -> dict[str, object]:

@@ -10,11 +10,10 @@ import torch
 from engine.model.config import ModelConfig, RopeScaling
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
     """Radians per position of each pair of dimensions, scaled as the model was trained. float32[head_dim / 2]"""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -31,14 +30,23 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 
 class Rotary:
-    """Tables for positions [0, max_model_len).
+    """Tables of one theta and scaling for positions [0, max_model_len).
 
     They cover queries, keys and values side by side, so that one fused projection is rotated in one go: values are
     turned by no angle, which leaves their bits as they are.
     """
 
-    def __init__(self, config: ModelConfig, *, max_model_len: int, device: torch.device) -> None:
-        angles = torch.arange(max_model_len).float()[:, None] * inverse_frequencies(config)
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        theta: float,
+        scaling: RopeScaling | None,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        frequencies = inverse_frequencies(config.head_dim, theta, scaling)
+        angles = torch.arange(max_model_len).float()[:, None] * frequencies
         self._cosines = torch.cat((angles.cos(), angles.cos()), dim=1).to(device)
         self._sines = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)
         self._half = config.head_dim // 2

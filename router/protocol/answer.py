@@ -12,16 +12,31 @@ ChoiceFinishReason = Literal["stop", "length"]
 
 
 class TimingInfo(AnswerModel):
-    """Where the time of one request went, in seconds, as seen by the router."""
+    """Where the time of one request went, in seconds, as seen by the router. The phases queue, credit, prefill,
+    transfer, tail and decode follow each other and add up to `total_s`; null: there was no such phase.
+    """
 
     queue_s: float
-    """Waiting for decode's credit and for the first step of whoever computed the prompt."""
-    prefill_s: float
-    """Computing the prompt."""
-    transfer_s: float
-    """What moving KV blocks added after the last chunk of the prompt."""
+    """Arrival until a pair of workers was asked: waiting for one, and attempts that failed."""
+    credit_s: float
+    """Waiting for the decode worker's credit."""
+    prefill_s: float | None
+    """From the credit to the prefill worker's last offer: its queue, and computing the prompt."""
+    transfer_s: float | None
+    """From the last offer until every block was verified at the decode worker: what moving KV added."""
+    tail_s: float
+    """From there (or from the credit, without prefill) to the first token: waiting for a step, and computing the rest
+    of the prompt (all of it, without prefill)."""
+    decode_s: float
+    """First to last token."""
+    retry_s: float
+    """Part of queue_s that attempts took that failed."""
+    prefill_queue_s: float | None
+    """Part of prefill_s before the prefill worker's first step for the prompt."""
+    tail_queue_s: float
+    """Part of tail_s before the decode worker's first step for the request."""
     ttft_s: float
-    """Arrival to first token."""
+    """Arrival to first token: all phases but decode."""
     tpot_s: float
     """(E2E - TTFT) / (output tokens of the longest choice - 1); 0 with one token."""
     total_s: float

@@ -5,13 +5,14 @@ accepted and ignored; the role `developer` means `system`; text parts of one mes
 Knows nothing about HTTP, tokenizers or workers: `router.openai` checks what needs the model (vocabulary, length).
 """
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from core.errors import InvalidRequestError, UnsupportedFieldError
 from router.protocol.base import FIELD_NAME_CHARS_MAX, StrictModel, nearest_name
+from router.protocol.document import parse_object
 from router.protocol.fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, drop_harmless_fields
 
 CHILDREN_MAX = 128
@@ -28,15 +29,34 @@ LOGIT_BIAS_MAX = 100.0
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 TOKEN_ID_MAX = 2**31 - 1
-JSON_DEPTH_MAX = 32
+PROMPT_TOKENS_MAX = 2**20
+"""Of one prompt given as token ids, whatever the model takes."""
+MODEL_NAME_CHARS_MAX = 256
+USER_CHARS_MAX = 512
+MESSAGE_NAME_CHARS_MAX = 256
+CONTENT_PARTS_MAX = 1024
+"""Of one message."""
 
+
+def _few_biases(value: Any) -> Any:
+    """Refuses a huge `logit_bias` at once: one problem per entry would take seconds to collect."""
+    if isinstance(value, dict) and len(value) > LOGIT_BIAS_ENTRIES_MAX:
+        raise PydanticCustomError("too_long", f"There may be at most {LOGIT_BIAS_ENTRIES_MAX} entries")
+    return value
+
+
+# Lists stop at their first problem (fail_fast): a million problems would take minutes to collect.
 TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-LOGIT_BIAS_MAX, le=LOGIT_BIAS_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_STRING_CHARS_MAX)]
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
-TextBatch = Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX)]
-TokenBatch = Annotated[list[TokenPrompt], Field(min_length=1, max_length=PROMPTS_MAX)]
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=PROMPT_TOKENS_MAX, fail_fast=True)]
+TextBatch = Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True)]
+TokenBatch = Annotated[list[TokenPrompt], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True)]
+LogitBias = Annotated[
+    dict[TokenIdText, Bias], Field(max_length=LOGIT_BIAS_ENTRIES_MAX), BeforeValidator(_few_biases)
+]
+ModelName = Annotated[str, Field(min_length=1, max_length=MODEL_NAME_CHARS_MAX)]
 
 
 class StreamOptions(StrictModel):
@@ -51,7 +71,7 @@ class StreamOptions(StrictModel):
 class GenerateRequest(StrictModel):
     """Fields of both endpoints."""
 
-    model: Annotated[str, Field(min_length=1)] | None = None
+    model: ModelName | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -61,16 +81,16 @@ class GenerateRequest(StrictModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)] = 1.0
-    logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=LOGIT_BIAS_ENTRIES_MAX)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=CHILDREN_MAX)] = 1
-    stop: StopString | Annotated[list[StopString], Field(max_length=STOP_STRINGS_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOP_STRINGS_MAX, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True)] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    user: str | None = None
+    user: Annotated[str, Field(max_length=USER_CHARS_MAX)] | None = None
     """Accepted and ignored."""
 
 
@@ -92,8 +112,8 @@ class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=CONTENT_PARTS_MAX, fail_fast=True)]
+    name: Annotated[str, Field(max_length=MESSAGE_NAME_CHARS_MAX)] | None = None
     """Handed to the chat template."""
     refusal: None = None
     tool_calls: None = None
@@ -108,7 +128,7 @@ class ChatMessage(StrictModel):
 class ChatCompletionRequest(GenerateRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
@@ -129,8 +149,7 @@ _UNSUPPORTED: dict[type[GenerateRequest], dict[str, tuple[object, ...]]] = {
 
 def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """A body as a request. Raises InvalidRequestError naming the field at fault."""
-    fields = _parse_json(body)
-    fields = drop_harmless_fields(fields, frozenset(kind.model_fields), _UNSUPPORTED[kind])
+    fields = drop_harmless_fields(parse_object(body), frozenset(kind.model_fields), _UNSUPPORTED[kind])
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -140,34 +159,6 @@ def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     return request
-
-
-def _parse_json(body: bytes) -> dict[str, object]:
-    try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise InvalidRequestError(message="The body is nested too deeply.") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(message=f"The body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(message="The body must be a JSON object.")
-    if _is_deeper(value, JSON_DEPTH_MAX):
-        raise InvalidRequestError(message=f"The body is nested more than {JSON_DEPTH_MAX} levels deep.")
-    return value
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            child
-            for node in layer
-            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(child, dict | list)
-        ]
-        if not layer:
-            return False
-    return True
 
 
 def _check_chat(request: ChatCompletionRequest) -> None:

@@ -20,6 +20,8 @@ class WorkerClient(Protocol):
     """What the worker said of itself on the current link; None while there is none."""
     status: WorkerStatus | None
     """The last heartbeat on the current link."""
+    heard_s: float
+    """When the worker last said anything."""
 
     @property
     def worker(self) -> WorkerId: ...
@@ -43,6 +45,15 @@ class WorkerClient(Protocol):
 
     async def close(self) -> None:
         """Give the worker up for good. Idempotent."""
+        ...
+
+    @property
+    def num_undelivered(self) -> int:
+        """Messages and frames that wait here, in either direction."""
+        ...
+
+    def check(self) -> None:
+        """Assert that what is known belongs to a link, and the link's own invariants (RQ-2, TX-2)."""
         ...
 
 

@@ -62,7 +62,7 @@ class NativeClient:
         self._listener = listener
         self._link: Link | None = None
         self._outbox: list[AnyMessage] = []
-        self._heard_s = 0.0
+        self.heard_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -106,6 +106,17 @@ class NativeClient:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    @property
+    def num_undelivered(self) -> int:
+        return len(self._outbox) + (self._link.num_undelivered if self._link is not None else 0)
+
+    def check(self) -> None:
+        assert self.welcome is None or self._link is not None, f"TX-2: {self.worker} is welcome without a link"
+        is_known = self.status is not None or bool(self._outbox)
+        assert self.welcome is not None or not is_known, f"TX-2: {self.worker} is not there and messages wait for it"
+        if self._link is not None:
+            self._link.check()
+
     def _report(self, task: asyncio.Task[None]) -> None:
         """A client that ends by itself has a bug: say so, the worker counts as lost."""
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -136,14 +147,14 @@ class NativeClient:
     async def _serve(self, link: Link) -> bool:
         """Use one link to its end. True if the worker welcomed us."""
         self._link = link
-        self._heard_s = self._clock.now()
+        self.heard_s = self._clock.now()
         watchdog = asyncio.get_running_loop().create_task(self._watch(link), name=f"watchdog of {self.worker}")
         reason = "the router gave it up"
         try:
             link.send([self._hello])
             while True:
                 messages = await link.receive()
-                self._heard_s = self._clock.now()
+                self.heard_s = self._clock.now()
                 for message in messages:
                     self._take(message)
         except (LinkClosedError, LinkOverflowError) as error:
@@ -190,7 +201,7 @@ class NativeClient:
 
     async def _watch(self, link: Link) -> None:
         """Send heartbeats, and cut the link when nothing was heard for HEARTBEAT_TIMEOUT_S."""
-        while self._clock.now() - self._heard_s < HEARTBEAT_TIMEOUT_S:
+        while self._clock.now() - self.heard_s < HEARTBEAT_TIMEOUT_S:
             self.send(Alive())
             await self._clock.sleep(HEARTBEAT_S)
         await link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s")

@@ -116,8 +116,8 @@ def test_timing_shows_a_dash_when_a_part_did_not_happen() -> None:
     answer = Answer(text="", finish_reason="stop", num_prompt_tokens=9, num_output_tokens=2, timing=TIMING)
     lines = render_timing(answer).splitlines()
     assert [line.split("  ")[1] for line in lines] == [
-        "queue", "prefill", "transfer", "first token", "per token", "total", "tokens"
+        "queue", "credit", "prefill", "", "transfer", "tail", "decode", "total", "first token", "per token", "tokens"
     ]  # fmt: skip
-    assert lines[1].split() == ["prefill", "0.200", "s"]
-    assert lines[2].split() == ["transfer", "-"]
+    assert lines[2].split() == ["prefill", "0.200", "s"]
+    assert lines[4].split() == ["transfer", "-"]
     assert lines[-1].split() == ["tokens", "9", "in,", "2", "out"]

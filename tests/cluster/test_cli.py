@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import httpx
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -16,6 +17,8 @@ import cluster.chat
 import cluster.cli
 from cluster.cli_prepare import Prepared
 from cluster.state import ClusterRecord, StateStore
+from core.ids import Epoch, RouterId
+from core.messages import Audited, AuditReport
 
 URL = "http://127.0.0.1:8000"
 
@@ -25,12 +28,16 @@ class FakeLauncher:
 
     def __init__(self) -> None:
         self.stopped: list[str] = []
+        self.found: dict[str, Any] = {"reports": {}, "members": {}, "settle_s": 0.0}
 
     def start(self, prepared: Prepared, store: StateStore, report: object) -> ClusterRecord:
         raise AssertionError("no test here starts a cluster")
 
     def status(self, record: ClusterRecord) -> Mapping[str, Any]:
         return {"name": record.name, "state": "ready", "reason": "", "workers": [], "routers": [], "controller": {}}
+
+    def audit(self, record: ClusterRecord) -> Mapping[str, Any]:
+        return self.found
 
     def stop(self, record: ClusterRecord, report: object) -> None:
         self.stopped.append(record.name)
@@ -105,6 +112,23 @@ def test_status_prints_json_or_a_table_when_a_cluster_runs(store: StateStore, la
     record_cluster(store)
     assert json.loads(run("status", "--json").stdout)["state"] == "ready"
     assert run("status", "demo").stdout.startswith("cluster demo: ready\n")
+
+
+def test_check_prints_the_books_and_its_code_says_whether_all_holds(store: StateStore, launcher: FakeLauncher) -> None:
+    record_cluster(store)
+    router = Audited(number=1, member=RouterId("router-0"), epoch=Epoch(1), problems=(), books={"in_flight": 0})
+    report = AuditReport(number=1, members=(router,))
+    launcher.found["reports"] = {"router-0": msgspec.to_builtins(report)}
+    launcher.found["members"] = {"router-0": "ready"}
+    result = run("status", "--check")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "all invariants hold")
+    assert json.loads(run("status", "--check", "--json").stdout)["members"]["router-0"]["books"] == {"in_flight": 0}
+    launcher.found["members"]["decode-0"] = "restarting"
+    result = run("status", "--check")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (1, "PROBLEM decode-0 (restarting): did not answer")
+    result = run("status", "--check", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"] == ["decode-0 (restarting): did not answer"]
 
 
 @pytest.mark.parametrize("command", ["status", "down", "chat"])
@@ -184,7 +208,7 @@ def test_every_command_and_option_has_help_when_listed() -> None:
         assert command.help, command.name
         assert all(option.help for option in command.params if isinstance(option, click.Option)), command.name
         commands += command.commands.values() if isinstance(command, click.Group) else []
-    assert len(commands) == 10
+    assert len(commands) == 15
 
 
 @pytest.mark.process

@@ -51,6 +51,9 @@ class FakeLauncher:
             raise state
         return state
 
+    def audit(self, record: ClusterRecord) -> Mapping[str, Any]:
+        raise AssertionError("neither `up` nor `down` audits")
+
     def stop(self, record: ClusterRecord, report: object) -> None:
         self.calls.append("stop")
 

@@ -59,6 +59,7 @@ class Stage:
             clock=self.clock,
             network=self.network,
             fabric=MemoryFabric(self.clock, seed=1),
+            is_checked=True,
         )
         self.runtime = LocalRuntime(self.cluster, clock=self.clock, network=self.network, text=LetterCodec())
         self.seam: Runtime = self.runtime

@@ -2,21 +2,24 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from cluster.assembly import build_handshake
-from cluster.worker_host import Doorway, Inbox
+from cluster.worker_host import CHECK_BUSY_S, CHECK_IDLE_S, Doorway, Inbox, ThreadedHost
 from core.clock import ManualClock
 from core.config import parse_config
 from core.errors import LinkClosedError
 from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WorkerId
 from core.link import Link, MemoryLink, MemoryNetwork
 from core.messages import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, Alive, Cancel, Hello, KvUsage, Reject, Welcome, WorkerStatus
+from tests.e2e.conftest import Pair
 from tests.e2e.stage import LETTERS, play
 
 ROUTER = RouterId("router-0")
+TIMEOUT_S = 20.0
 CONFIG = "schema_version: 1\nname: t\nmodel: {path: standin}\nkv: {block_size: 4, device_blocks: 8}\n"
 
 
@@ -153,3 +156,51 @@ def test_router_that_falls_silent_is_given_up_with_everything_it_asked_for() -> 
                 await link.receive()
 
     door.play(scene)
+
+
+def test_heartbeats_end_when_a_link_was_never_greeted() -> None:
+    """TX-2: whoever beats checks the links; without heartbeats the worker counts as dead."""
+    door = Door()
+
+    async def scene() -> None:
+        link, _ = await door.knock(1)
+        beat = asyncio.ensure_future(door.doorway.beat())
+        await door.clock.sleep(HEARTBEAT_S)
+        assert not beat.done()
+        door.doorway._links[RouterId("router-9")] = link
+        with pytest.raises(AssertionError, match="TX-2: router-9 has a link and never greeted"):
+            await beat
+        del door.doorway._links[RouterId("router-9")]
+
+    async def whole() -> None:
+        await scene()
+        await door.network.close()
+
+    play(whole, door.clock)
+
+
+@pytest.mark.parametrize(("is_busy", "after_s"), [(False, CHECK_IDLE_S), (True, CHECK_BUSY_S)])
+def test_step_thread_ends_with_the_invariant_when_the_books_are_wrong(
+    is_busy: bool, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV-1: idle or not, a worker does not serve on with wrong books."""
+    pair, door = Pair(), Door()
+    monkeypatch.setattr("cluster.worker_host.step_once", lambda _worker, _inbox, _now: is_busy)
+    executor = ThreadPoolExecutor(max_workers=1)
+    host = ThreadedHost(pair.decode, door.doorway, door.inbox, pair.clock, executor)
+    pair.decode._pool.allocate(1)
+
+    async def body() -> BaseException:
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[BaseException] = loop.create_future()
+
+        def fail(error: BaseException) -> None:
+            loop.call_soon_threadsafe(failed.set_result, error)
+
+        host.start(loop, fail)
+        pair.clock.advance(after_s)
+        return await asyncio.wait_for(failed, TIMEOUT_S)
+
+    assert "KV-1: block 0 has 1 references and is held by nobody" in str(asyncio.run(body()))
+    host.stop()
+    assert door.doorway.is_mute

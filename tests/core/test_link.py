@@ -159,6 +159,7 @@ def test_sender_is_cut_when_peer_does_not_keep_up(open_listener: Open) -> None:
                 link.send([Drain()])
         with pytest.raises(LinkClosedError):
             link.send([Drain()])
+        link.check()
 
     with_link(open_listener, ignore, test)
 

@@ -156,6 +156,23 @@ def test_links_end_when_the_listener_closes() -> None:
     asyncio.run(body())
 
 
+def test_check_finds_it_when_waiting_messages_are_miscounted() -> None:
+    """RQ-2: the limit of a link is only as good as its count."""
+
+    async def body() -> None:
+        async def unused(_frame: bytes = b"") -> None:
+            return
+
+        link = GrpcLink("peer", unused, unused)
+        link.send([Drain(), Drain()])
+        link.check()
+        link._num_outgoing_messages -= 1
+        with pytest.raises(AssertionError, match="RQ-2: 1 messages are counted for peer, 2 wait"):
+            link.check()
+
+    asyncio.run(body())
+
+
 def test_close_ends_in_bounded_time_when_the_peer_reads_nothing() -> None:
     async def body() -> None:
         never = asyncio.Event()
@@ -170,8 +187,12 @@ def test_close_ends_in_bounded_time_when_the_peer_reads_nothing() -> None:
         link = GrpcLink("peer", stuck_read, stuck_write)
         running = asyncio.ensure_future(link.run())
         link.send([Drain()])
+        assert link.num_undelivered == 1
+        link.check()
         await asyncio.wait_for(link.close("enough"), 5.0)
         await running
         assert link.closed_reason == "enough"
+        assert link.num_undelivered == 0
+        link.check()
 
     asyncio.run(body())

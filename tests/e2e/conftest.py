@@ -186,14 +186,19 @@ class Pair:
         )
 
     def count(self, role: str, counter: str) -> float:
+        """A counter of a worker; over all values of its label, if it has one."""
         worker = self.decode if role == "decode" else self.prefill
-        return worker.status().counters[counter]
+        found = [v for key, v in worker.status().counters.items() if key.partition("{")[0] == counter]
+        assert found, f"{worker.worker_id} counts no {counter}"
+        return sum(found)
 
     def assert_nothing_held(self) -> None:
         for worker in (self.decode, self.prefill):
             worker.check()
             status = worker.status()
-            assert status.kv.blocks_used == 0, f"{worker.worker_id} holds {status.kv.blocks_used} blocks"
+            held = {name: count for name, count in worker.books().items() if count}
+            assert not held, f"{worker.worker_id} holds {held}"
+            assert status.kv.blocks_used == 0
             assert (status.num_leases, status.num_pins, status.num_running, status.num_waiting) == (0, 0, 0, 0)
 
 

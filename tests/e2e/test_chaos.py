@@ -12,7 +12,7 @@ from cluster.assembly import WorkerIdentity
 from cluster.local import LocalCluster
 from core.clock import ManualClock
 from core.config import parse_config
-from core.errors import DeadlineExceededError, InvalidRequestError, PdclusterError
+from core.errors import DeadlineExceededError, InvalidRequestError, PdclusterError, StalledError
 from core.ids import Epoch, RouterId
 from core.link import MemoryNetwork
 from core.request import SamplingParams
@@ -67,7 +67,13 @@ class Chaos:
         self.network = MemoryNetwork(self.clock, seed=self.seed, delay_s=(0.0, rng.choice([0.0, 0.003, 0.05])))
         self.fabric = MemoryFabric(self.clock, seed=self.seed)
         self.cluster = LocalCluster(
-            self.config, LETTERS, self._runner, clock=self.clock, network=self.network, fabric=self.fabric
+            self.config,
+            LETTERS,
+            self._runner,
+            clock=self.clock,
+            network=self.network,
+            fabric=self.fabric,
+            is_checked=True,
         )
         self.epochs: dict[str, int] = {}
         self.routers = [self._router(RouterId(f"router-{i}")) for i in range(2)]
@@ -91,6 +97,7 @@ class Chaos:
             model_name="standin",
             mode=self.config.mode,
             request_timeout_s=REQUEST_TIMEOUT_S,
+            check_s=0.0,
         )
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -242,7 +249,8 @@ class Chaos:
         assert isinstance(answer.error, PdclusterError | asyncio.CancelledError), answer.error
         is_confused = type(answer.error) is PdclusterError or isinstance(answer.error, InvalidRequestError)
         assert not is_confused, f"a worker or the router lost track: {answer.error}"
-        assert not isinstance(answer.error, DeadlineExceededError), f"somebody waited in vain: {answer.error}"
+        is_late = isinstance(answer.error, DeadlineExceededError | StalledError)
+        assert not is_late, f"somebody waited in vain: {answer.error}"
 
     def _assert_nothing_held(self) -> None:
         for worker in self.cluster.workers.values():
@@ -250,9 +258,10 @@ class Chaos:
             status = worker.status()
             held = (status.num_waiting, status.num_running, status.num_leases, status.num_pins, status.kv.blocks_used)
             assert held == (0, 0, 0, 0, 0), status
+            assert not any(worker.books().values()), worker.books()
         for router in (*self.routers, *self.gone):
-            admission = router.admission
-            assert (admission.num_in_flight, admission.num_queued_prompt_tokens) == (0, 0)
+            router.check()
+            assert not any(router.books().values()), router.books()
 
 
 def play_chaos(seed: int) -> Chaos:

@@ -217,6 +217,17 @@ def test_status_tells_what_runs_and_nothing_is_held_when_idle(disaggregated: Run
     assert "admission" in status
 
 
+def test_all_books_are_in_order_when_every_member_is_asked(disaggregated: Running) -> None:
+    checked = json.loads(disaggregated.call("status", disaggregated.name, "--check", "--json"))
+    assert (checked["problems"], checked["held"]) == ([], [])
+    assert set(checked["members"]) == {"router-0", "prefill-0", "decode-0"}
+    for member in checked["members"].values():
+        books = member["books"]
+        assert books["file_descriptors"] > 0 and books["threads"] > 1 and books["resident_mib"] > 10
+    assert checked["members"]["prefill-0"]["books"]["leases"] == 0
+    assert disaggregated.call("status", disaggregated.name, "--check").endswith("all invariants hold\n")
+
+
 def test_operator_endpoints_answer(disaggregated: Running) -> None:
     url = disaggregated.url
     assert httpx.get(f"{url}/health").status_code == 200

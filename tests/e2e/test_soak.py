@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +178,7 @@ def test_nothing_is_wrong_held_or_grown_after_random_faults(running: Running, tm
     deadline_s = time.monotonic() + CALM_S
     status = storm.status()
     while not _is_at_rest(status) and time.monotonic() < deadline_s:
-        time.sleep(0.5)
+        threading.Event().wait(0.5)  # other processes have to come to rest
         status = storm.status()
     assert _is_at_rest(status), status
     print(running.call("status", running.name, "--check"))

@@ -182,8 +182,8 @@ async def _serve_all(served: Served) -> None:
             after = served.counters("decode-0")
             moved = {name: after[name] - before[name] for name in after}
             assert moved["pdcluster_decode_prompt_tokens_computed_total"] == length - block_size * demanded
-            assert moved["pdcluster_pulled_bytes_total"] == demanded * block_bytes
-            assert (moved["pdcluster_pulled_bytes_total"] > 0) == (length > block_size)
+            assert moved['pdcluster_pulled_bytes_total{source="peer"}'] == demanded * block_bytes
+            assert (moved['pdcluster_pulled_bytes_total{source="peer"}'] > 0) == (length > block_size)
     together = await asyncio.gather(*(served.ask(item) for item in items))
     for item, (tokens, logprobs) in zip(items, together, strict=True):
         flips += _compare(item, tokens, logprobs)

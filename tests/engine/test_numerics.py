@@ -1,11 +1,23 @@
 """Policies of matrix products: which dtype, which padding, and what happens where no product is row-exact."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import engine.numerics as numerics_module
 from core.errors import NumericsError
-from engine.numerics import EMULATED_ROWS_MAX, Kernel, Product, choose_exact, choose_fast
+from engine.numerics import (
+    EMULATED_ROWS_MAX,
+    UNDIVIDED_ELEMENTS_MAX,
+    Kernel,
+    Product,
+    choose_exact,
+    choose_fast,
+    is_activation_exact,
+    row_exact,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -78,3 +90,40 @@ def test_exact_is_refused_when_no_padding_helps(monkeypatch: pytest.MonkeyPatch)
     _replace_kernels(monkeypatch, 0)
     with pytest.raises(NumericsError, match="numerics: fast"):
         choose_exact(torch.float32, CPU, [(16, 8)])
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def gelu(inputs: torch.Tensor) -> torch.Tensor:
+    return F.gelu(inputs, approximate="tanh")
+
+
+@pytest.mark.parametrize("function", [F.silu, gelu])
+@pytest.mark.parametrize("width", [80, 100, 1536, UNDIVIDED_ELEMENTS_MAX + 40])
+def test_row_exact_activation_gives_a_row_equal_bits_in_any_batch(function: Kernel, width: int, threads: int) -> None:
+    """Widths that threads divide within a vector and not; left halves of wider rows, as the MLP has them."""
+    rows = 7 if width > UNDIVIDED_ELEMENTS_MAX else 501
+    inputs = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(3)) * 3)[:, :width]
+    exact = row_exact(function)
+    whole = exact(inputs)
+    torch.testing.assert_close(whole, function(inputs))
+    for count in (1, 2, 5, rows // 2):
+        assert torch.equal(exact(inputs[:count]), whole[:count])
+        assert torch.equal(exact(inputs[-count:]), whole[-count:])
+    assert is_activation_exact(exact, width, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("function", [F.silu, gelu])
+def test_bare_activation_is_seen_to_depend_on_the_batch_when_threads_divide_rows(function: Kernel) -> None:
+    """If this fails, torch does itself what `row_exact` is for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    is_exact = is_activation_exact(function, 100, torch.float32, CPU)
+    torch.set_num_threads(before)
+    assert not is_exact

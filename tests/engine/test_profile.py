@@ -8,14 +8,17 @@ import torch
 
 from engine import profile
 from engine.runner import TorchRunner
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import TinyModel, gemma_layers, make_tiny_family, make_tiny_model
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
 def runner() -> TorchRunner:
-    model = make_tiny_model()
+    return make_runner(make_tiny_model())
+
+
+def make_runner(model: TinyModel) -> TorchRunner:
     return TorchRunner(
         model.config,
         model.weights,
@@ -64,6 +67,18 @@ def test_decode_plan_gives_streams_blocks_of_their_own(runner: TorchRunner) -> N
     plan = profile.decode_plan(runner, 16, 20)
     assert len(np.unique(plan.block_tables)) == plan.block_tables.size
     assert plan.num_tokens == 16 and (plan.context_lengths == 20).all()
+
+
+def test_plans_have_a_table_for_every_group_when_layers_have_windows() -> None:
+    runner = make_runner(make_tiny_family("gemma3", **gemma_layers("wfw"), sliding_window=8))
+    plan = profile.decode_plan(runner, 4, 60)
+    blocks = plan.block_tables
+    assert blocks.shape == (3, 4, 4) and plan.slots.shape == (3, 4)
+    assert len(np.unique(blocks[0])) == 16 and not blocks[1:, :, :3].any()
+    assert len(np.unique([*blocks[0].flat, *blocks[1:, :, 3].flat])) == 24
+    assert runner.logits(plan).shape == (4, 97)
+    kinds = profile.time_by_kind(runner, profile.prefill_plan(runner, 30, 20), 1)
+    assert min(kinds.values()) > 0
 
 
 def test_read_bandwidth_is_positive() -> None:

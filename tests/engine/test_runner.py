@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from core.errors import NumericsError
 from engine.numerics import NumericsMode
@@ -184,6 +185,19 @@ def test_warm_up_refuses_exact_when_bits_depend_on_the_batch(monkeypatch: pytest
     monkeypatch.setattr(runner.model.attention, "attend", drifting)
     with pytest.raises(NumericsError, match="token by token"):
         runner.warm_up()
+
+
+def test_warm_up_refuses_exact_when_the_activation_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(make_tiny_model(), numerics="exact")
+    runner.warm_up()
+    monkeypatch.setattr(runner.model, "activation", F.silu)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(NumericsError, match="token by token"):
+            runner.warm_up()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_warm_up_refuses_exact_when_long_attention_depends_on_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

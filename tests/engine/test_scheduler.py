@@ -39,6 +39,7 @@ def _step(scheduler: Scheduler, runner: StandinRunner) -> list[Progress]:
     if plan is not None:
         progress += scheduler.apply(plan, runner.execute(plan))
     scheduler.check()
+    scheduler.pool.check_claims(scheduler.claims())
     return progress
 
 

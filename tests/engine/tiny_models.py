@@ -1,13 +1,26 @@
-"""Small random Llamas made with transformers, and their configuration as the engine reads it."""
+"""Small random models made with transformers, and their configuration as the engine reads it."""
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engine.model.config import ModelConfig, RopeScaling
+from engine.model.families import interpret_config
+from engine.model.fields import Fields
 
 LLAMA3 = RopeScaling(
     kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -58,10 +71,7 @@ def make_tiny_model(
             rms_norm_eps=1e-6,
         )
     ).eval()
-    weights = {name: tensor.detach() for name, tensor in reference.state_dict().items()}
-    for name, tensor in weights.items():
-        if name.endswith((".bias", "norm.weight")):
-            tensor.add_(torch.randn(tensor.shape) * 0.2)
+    weights = _randomise(reference)
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=97,
@@ -83,6 +93,56 @@ def make_tiny_model(
         dtype="float32",
     )
     return TinyModel(reference=reference, config=config, weights=weights)
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
+
+
+def make_tiny_family(family: Literal["qwen2", "qwen3", "gemma3"], *, seed: int = 0, **changes: Any) -> TinyModel:
+    """Like `make_tiny_model`; heads of 20 except Qwen2's. changes: of transformers' configuration."""
+    config_class, model_class = FAMILIES[family]
+    values: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family != "qwen2":
+        values["head_dim"] = 20
+    if family == "gemma3":
+        values["query_pre_attn_scalar"] = 24  # not head_dim, as in the large models of the family
+    torch.manual_seed(seed)
+    reference = model_class(config_class(**(values | changes))).eval()
+    reference.set_attn_implementation("eager")
+    reference.config.architectures = [model_class.__name__]
+    fields = Fields(Path("tiny"), "config.json", json.loads(reference.config.to_json_string(use_diff=False)))
+    return TinyModel(reference=reference, config=interpret_config(fields), weights=_randomise(reference))
+
+
+def gemma_layers(kinds: str) -> dict[str, Any]:
+    """Changes for `make_tiny_family`: one letter per layer, f for full attention and w for a window."""
+    types = {"f": "full_attention", "w": "sliding_attention"}
+    return {"num_hidden_layers": len(kinds), "layer_types": [types[kind] for kind in kinds]}
+
+
+def _randomise(reference: Any) -> dict[str, torch.Tensor]:
+    """Its weights by name, shared with it; biases and norms made random, too."""
+    weights = {name: tensor.detach() for name, tensor in reference.state_dict().items()}
+    for name, tensor in weights.items():
+        if name.endswith((".bias", "norm.weight")):
+            tensor.add_(torch.randn(tensor.shape) * 0.2)
+    return weights
 
 
 def random_tokens(length: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -83,6 +83,40 @@ def test_a_job_is_bad_at_once_when_it_cannot_start(memory_bench: MemoryBench, ta
     assert only(puller.poll()).bad == [10, 11]
 
 
+@pytest.mark.parametrize(
+    ("failure", "fault"),
+    [("mismatch", "corruption_rate"), ("lost", "loss_rate"), ("timed_out", "stall_rate"), ("not_started", "")],
+)
+def test_end_of_a_read_is_named_as_one_of_few(memory_bench: MemoryBench, failure: str, fault: str) -> None:
+    puller = make_puller(memory_bench)
+    peer = add(memory_bench) if fault else source_peer(1)
+    if fault:
+        setattr(memory_bench.fabric.faults, fault, 1.0)
+    puller.submit(make_job(peer, [3], [0]))
+    results = puller.poll()
+    if failure == "timed_out":
+        memory_bench.clock.advance(TIMEOUT_S)
+        assert not results and not puller.poll()
+        memory_bench.fabric.kill(peer)
+        results = puller.poll()
+    assert only(results).failure == failure
+
+
+def test_no_failure_is_named_when_all_bytes_arrive_or_nobody_waits(memory_bench: MemoryBench) -> None:
+    puller = make_puller(memory_bench)
+    memory_bench.fabric.faults.delay_s = (1.0, 1.0)
+    puller.submit(make_job(add(memory_bench), [3], [0]))
+    puller.submit(make_job(source_peer(1), [4], [1], key=replace_attempt(1)))
+    memory_bench.clock.advance(0.5)
+    puller.abandon(KEY)
+    memory_bench.clock.advance(0.5)
+    failures = {result.key: result.failure for result in puller.poll() if isinstance(result, PullResult)}
+    assert failures[KEY] == "abandoned"
+    memory_bench.fabric.faults.delay_s = (0.0, 0.0)
+    puller.submit(make_job(source_peer(1), [4], [1]))
+    assert only(puller.poll()).failure is None
+
+
 def test_an_abandoned_job_is_reported_only_when_nothing_can_write_any_more(memory_bench: MemoryBench) -> None:
     puller = make_puller(memory_bench)
     memory_bench.fabric.faults.delay_s = (3.0, 3.0)
@@ -130,9 +164,10 @@ def test_a_slow_read_is_given_up_but_kept_in_quarantine_when_its_time_is_over(me
     puller.submit(make_job(add(memory_bench), [3], [0]))
     memory_bench.clock.advance(TIMEOUT_S)
     assert puller.poll() == []
-    assert puller.num_reads == 1
+    assert puller.num_reads == 1 and puller.pending() == {KEY: 1}
     memory_bench.clock.advance(2)
     result = only(puller.poll())
+    assert not puller.pending()
     assert result.bad == [10]
     assert "not read within 5.0 s" in result.reason
 

@@ -40,9 +40,11 @@ def test_results_ring_and_come_once_when_a_thread_makes_the_calls(memory_bench: 
     peer, metadata = memory_bench.start_source(1)
     threaded.puller.add_peer(peer, metadata, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
     assert threaded.wait() == [PeerResult(peer=peer, is_ready=True)]
-    threaded.puller.submit(make_job(peer, [3, 4], [0, 1]))
+    job = make_job(peer, [3, 4], [0, 1])
+    threaded.puller.submit(job)
+    assert threaded.puller.pending() == {job.key: 2}
     assert only(threaded.wait()).verified == [10, 11]
-    assert threaded.puller.poll() == []
+    assert threaded.puller.poll() == [] and threaded.puller.pending() == {}
     threaded.puller.serve_hint(True)
     threaded.puller.remove_peer(peer)
     threaded.puller.submit(make_job(peer, [3], [0]))

@@ -266,6 +266,7 @@ class Stage:
             text=self.text,
             model_name="tiny",
             mode=mode,
+            check_s=0.0,
             **limits,  # type: ignore[arg-type]
         )
         self.workers: dict[str, ScriptedWorker] = {}

@@ -75,8 +75,12 @@ def test_chat_stream_has_role_text_usage_and_done_when_asked(model_directory: Pa
         assert [e["choices"][0]["finish_reason"] for e in events[:-1]][-2:] == [None, "stop"]
         assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 9
         timing = events[-1]["pdcluster_timing"]
-        assert set(timing) == {"queue_s", "prefill_s", "transfer_s", "ttft_s", "tpot_s", "total_s"}
-        assert (timing["prefill_s"], timing["transfer_s"]) == (0.25, 0.125)
+        assert set(timing) == {
+            "queue_s", "credit_s", "prefill_s", "transfer_s", "tail_s", "decode_s",
+            "retry_s", "prefill_queue_s", "tail_queue_s", "ttft_s", "tpot_s", "total_s",
+        }  # fmt: skip
+        phases = [timing[f"{phase}_s"] for phase in ("queue", "credit", "prefill", "transfer", "tail", "decode")]
+        assert sum(phases) == pytest.approx(timing["total_s"])
         assert len({e["id"] for e in events}) == 1
 
     play(model_directory, scenario)
@@ -301,11 +305,12 @@ def test_metrics_count_requests_and_show_workers(model_directory: Path) -> None:
     async def scenario(stage: Stage, client: httpx.AsyncClient) -> None:
         await client.post("/v1/chat/completions", json=CHAT)
         text = (await client.get("/metrics")).text
-        assert 'pdcluster_requests_total{outcome="finished"} 1.0' in text
-        assert "pdcluster_output_tokens_total 9.0" in text
-        assert 'pdcluster_steps_total{role="decode",worker="decode-0"} 5.0' in text
-        assert 'pdcluster_kv_used_blocks{role="prefill",worker="prefill-0"} 1.0' in text
-        assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
-        assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.015625' in text
+        router, vllm = 'router="router-0"', 'model_name="tiny",router="router-0"'
+        assert f'pdcluster_requests_total{{outcome="finished",{router}}} 1.0' in text
+        assert f"pdcluster_output_tokens_total{{{router}}} 9.0" in text
+        assert f'pdcluster_steps_total{{role="decode",{router},worker="decode-0"}} 5.0' in text
+        assert f'pdcluster_kv_used_blocks{{role="prefill",{router},worker="prefill-0"}} 1.0' in text
+        assert f'vllm:time_to_first_token_seconds_count{{engine="router-0",{vllm}}} 1.0' in text
+        assert f'vllm:kv_cache_usage_perc{{engine="decode-0",{vllm}}} 0.015625' in text
 
     play(model_directory, scenario)

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, PdclusterError, WorkerLostError
+from core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    PdclusterError,
+    RequestCancelledError,
+    StalledError,
+    WorkerLostError,
+)
 from core.ids import Attempt, Epoch, LeaseId, RequestId, WorkerId
 from core.messages import (
     Cancel,
@@ -25,8 +33,8 @@ from core.messages import (
     TokenUpdate,
 )
 from core.request import TERMINAL_STATES, FinishReason, Request, RequestState, SamplingParams
-from router.actions import Deliver, Fail, Finish, FlowAction, Send
-from router.flow import ATTEMPTS_MAX, DECODE_STALL_S, RESELECT_WAIT_S, RequestFlow
+from router.actions import DEFAULT_STALL_LIMITS, Deliver, Fail, Finish, FlowAction, Send, StallLimits
+from router.flow import ATTEMPTS_MAX, RESELECT_WAIT_S, RequestFlow
 from router.select import Pair, WorkerLife
 
 DECODE, PREFILL = WorkerId("decode-0"), WorkerId("prefill-0")
@@ -176,15 +184,61 @@ def test_attempt_grows_and_both_are_cancelled_when_a_phase_stalls() -> None:
     flow.handle(DECODE, credit(), 0.0)
     actions = flow.expire(flow.next_deadline())
     assert sent(actions) == [(DECODE, "Cancel"), (PREFILL, "Cancel")]
-    assert flow.attempt == 1 and flow.state is RequestState.SELECTED and flow.avoid == {DECODE, PREFILL}
+    assert flow.attempt == 1 and flow.state is RequestState.SELECTED and flow.failed == {DECODE: 1, PREFILL: 1}
 
 
 def test_request_fails_when_the_stream_stalls_after_a_token() -> None:
     flow = start()
     flow.handle(DECODE, credit(held=2), 0.0)
     flow.handle(DECODE, tokens(0), 10.0)
-    assert flow.expire(10.0 + DECODE_STALL_S - 1) == []
-    assert isinstance(error_of(flow.expire(10.0 + DECODE_STALL_S)), DeadlineExceededError)
+    nothing = Tokens(request_id=ID, attempt=Attempt(0), updates=())
+    assert flow.handle(DECODE, nothing, 10.0 + DEFAULT_STALL_LIMITS.stream_s - 1) == []
+    assert flow.expire(10.0 + DEFAULT_STALL_LIMITS.stream_s - 1) == []
+    assert isinstance(error_of(flow.expire(10.0 + DEFAULT_STALL_LIMITS.stream_s)), StalledError)
+
+
+def test_limits_of_progress_are_those_given_when_a_prompt_or_a_stream_stalls() -> None:
+    request = make_flow().request
+    flow = RequestFlow(request, 0.0, StallLimits(prompt_s=3.0, stream_s=2.0))
+    flow.assign(PAIR, 0.0)
+    assert flow.next_deadline() == 3.0
+    flow.handle(DECODE, credit(held=2), 1.0)
+    assert flow.next_deadline() == 4.0
+    flow.handle(DECODE, tokens(0), 3.0)
+    assert flow.next_deadline() == 5.0
+
+
+def test_wait_is_longer_by_the_time_that_the_router_slept() -> None:
+    """Its own deadline is not: nobody waits for the client."""
+    flow = start()
+    flow.slept(400.0)
+    assert flow.expire(DEFAULT_STALL_LIMITS.prompt_s + 1) == []
+    assert isinstance(error_of(flow.expire(600.0)), DeadlineExceededError)
+
+
+def test_deadline_is_the_reason_when_a_worker_sees_it_first() -> None:
+    flow = start()
+    assert isinstance(error_of(flow.handle(DECODE, refused("overloaded"), 600.0)), DeadlineExceededError)
+
+
+def test_both_workers_let_go_and_the_reader_is_told_when_a_request_is_aborted() -> None:
+    flow = start()
+    flow.handle(DECODE, credit(), 0.0)
+    actions = flow.abort()
+    assert sent(actions) == [(DECODE, "Cancel"), (PREFILL, "Cancel")]
+    assert isinstance(error_of(actions), RequestCancelledError)
+    assert flow.state is RequestState.CANCELLED and flow.abort() == flow.cancel() == []
+
+
+def test_both_workers_are_to_blame_when_blocks_did_not_get_from_one_to_the_other() -> None:
+    """A prefill worker that is stopped shows as a lapsed credit at the decode worker."""
+    for kind in ("transfer_failed", "credit_lapsed", "unknown_peer"):
+        flow = start()
+        flow.handle(DECODE, refused(kind), 0.0)
+        assert set(flow.failed) == {DECODE, PREFILL}
+    flow = start()
+    flow.handle(DECODE, refused("draining"), 0.0)
+    assert set(flow.failed) == {DECODE}
 
 
 def test_retry_gives_up_with_the_first_reason_when_no_pair_comes() -> None:

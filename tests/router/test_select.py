@@ -45,11 +45,20 @@ def test_none_is_chosen_when_a_role_is_missing() -> None:
 
 def test_avoided_workers_are_chosen_only_when_there_is_no_other() -> None:
     selector = RoundRobin()
-    avoid = frozenset({WorkerId("prefill-0"), WorkerId("decode-1")})
+    failed = {WorkerId("prefill-0"): 1, WorkerId("decode-1"): 1}
     for _ in range(4):
-        pair = selector.select(topology(2, 2), avoid)
-        assert pair is not None and not pair.workers() & avoid
-    assert selector.select(topology(1, 1), avoid) is not None
+        pair = selector.select(topology(2, 2), failed)
+        assert pair is not None and not pair.workers() & set(failed)
+    assert selector.select(topology(1, 1), failed) is not None
+
+
+def test_failure_of_long_ago_is_chosen_when_every_pair_failed() -> None:
+    """The last to fail may still be stopped; who failed before it has had more time."""
+    selector = RoundRobin()
+    failed = {WorkerId("prefill-0"): 1, WorkerId("decode-0"): 1, WorkerId("prefill-1"): 2, WorkerId("decode-1"): 2}
+    for _ in range(4):
+        pair = selector.select(topology(2, 2), failed)
+        assert pair is not None and pair.workers() == {"prefill-0", "decode-0"}
 
 
 def test_decode_alone_is_chosen_when_colocated() -> None:

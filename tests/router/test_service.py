@@ -87,8 +87,9 @@ def test_prompt_is_prefilled_pulled_and_decoded_when_all_is_well(model_directory
             summary = events[-1]
             assert isinstance(summary, Summary)
             assert (summary.num_prompt_tokens, summary.num_output_tokens, summary.num_cached_tokens) == (40, 9, 16)
-            assert summary.timing.transfer_s == 0.125 and summary.timing.prefill_s == 0.25
-            assert summary.timing.queue_s >= 0.5
+            timing = summary.timing
+            assert sum(seconds or 0.0 for seconds in timing.phases().values()) == timing.total_s
+            assert timing.prefill_s is not None and timing.transfer_s is not None
             decode, prefill = stage.workers["decode-0"], stage.workers["prefill-0"]
             assert len(decode.sent(Submit)) == len(decode.sent(Offer)) == len(prefill.sent(Release)) == 1
             assert not decode.sent(Cancel) and not prefill.sent(Cancel)
@@ -287,7 +288,7 @@ def test_request_fails_at_once_when_there_is_no_worker(model_directory: Path) ->
 
 def test_request_is_refused_when_the_router_is_full(model_directory: Path) -> None:
     async def main() -> None:
-        async with open_stage(model_directory, max_requests=2) as stage:
+        async with open_stage(model_directory, max_running_sequences=2) as stage:
             stage.workers["decode-0"].replies = stay_silent(Submit)
             async with aclosing(stage.service.generate(prepared(n=2))) as held:
                 task = asyncio.ensure_future(anext(held))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kv.cache import KvCache
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import gemma_layers, make_tiny_family, make_tiny_model
 
 pytestmark = pytest.mark.torch
 
@@ -51,3 +51,11 @@ def test_part_rows_gather_keys_then_values_of_the_blocks(cache: KvCache) -> None
     for layer, rows in enumerate(cache.part_rows(blocks)):
         gathered = cache.parts[rows].view(2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         assert torch.equal(gathered, cache.tensor[blocks, layer].transpose(0, 1))
+
+
+def test_layers_of_every_group_have_places_of_their_own_in_blocks_of_one_size() -> None:
+    config = make_tiny_family("gemma3", **gemma_layers("wfwfw"), sliding_window=8).config
+    cache = KvCache(config, block_size=4, num_blocks=5, dtype="float32", device=torch.device("cpu"))
+    assert cache.layer_places == ((1, 0), (0, 0), (1, 1), (0, 1), (2, 0))
+    assert cache.tensor.shape == (5, 2, 2, 4, 2, 20)
+    assert cache.block_bytes == cache.layout.block_bytes() == 2 * 2 * 4 * 2 * 20 * 4

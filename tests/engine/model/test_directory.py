@@ -70,6 +70,70 @@ def test_rope_is_read_when_written_in_either_style(
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 6}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 6,
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 8,
+    "num_hidden_layers": 3,
+    "rope_theta": None,
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_qwen_facts_are_read_when_config_does_not_state_them(write_directory: WriteDirectory) -> None:
+    qwen2 = check_directory(write_directory("qwen2", config={**QWEN2, "attention_bias": False}))
+    assert (qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = check_directory(write_directory("qwen3", config=QWEN3))
+    assert (qwen3.attention_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (False, None, True, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "thetas", "scaling"),
+    [
+        ({"sliding_window_pattern": 2}, (8, None, 8), (1_000_000.0, 10_000.0), None),
+        ({}, (8, 8, 8), (1_000_000.0, 10_000.0), None),
+        ({"sliding_window_pattern": 2, "rope_theta": 50, "rope_local_base_freq": 7}, (8, None, 8), (50.0, 7.0), None),
+        ({"layer_types": LAYER_TYPES}, (8, None, 8), (1_000_000.0, 10_000.0), None),
+        ({"layer_types": ["full_attention"] * 3, "sliding_window": None}, (), (1_000_000.0, 10_000.0), None),
+        (
+            {"layer_types": LAYER_TYPES, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            (8, None, 8),
+            (1_000_000.0, 10_000.0),
+            RopeScaling(kind="linear", factor=8.0),
+        ),
+        (
+            {
+                "layer_types": LAYER_TYPES,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+                },
+            },
+            (8, None, 8),
+            (50.0, 7.0),
+            RopeScaling(kind="linear", factor=8.0),
+        ),
+    ],
+)
+def test_gemma_windows_and_rope_are_read_in_either_style(
+    write_directory: WriteDirectory,
+    changes: dict[str, Any],
+    windows: tuple[int | None, ...],
+    thetas: tuple[float, float],
+    scaling: RopeScaling | None,
+) -> None:
+    config = check_directory(write_directory(config={**GEMMA3, "tie_word_embeddings": None, **changes}))
+    assert config.layer_windows == windows
+    assert (config.rope_theta, config.window_rope_theta, config.rope_scaling) == (*thetas, scaling)
+    assert (config.activation, config.norm_offset, config.post_norms, config.qk_norm) == ("gelu_tanh", 1.0, True, True)
+    assert (config.scale_embeddings, config.query_pre_attn_scalar, config.tie_word_embeddings) == (True, 256, True)
+
+
 def test_eos_ids_are_united_when_generation_config_has_more(write_directory: WriteDirectory) -> None:
     path = write_directory(config={"eos_token_id": [1, 3]})
     change(path, "generation_config.json", eos_token_id=[3, 5])
@@ -109,6 +173,32 @@ def test_run_dtype_follows_the_checkpoint(write_directory: WriteDirectory, key: 
         ({"rope_scaling": "linear"}, "rope_scaling", "must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "is not supported"),
         ({"eos_token_id": 12}, "eos_token_id", "in [0, 12), holds 12"),
+        ({"model_type": "mistral"}, "model_type", "is 'mistral', which is not what LlamaForCausalLM has: llama"),
+        ({"num_local_experts": 8}, "num_local_experts", "is 8, which is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types", "must be a list of 2 entries"),
+        ({"layer_types": LAYER_TYPES[:2]}, "layer_types", "LlamaForCausalLM supports: full_attention"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention", "layers of different rotary"),
+        ({"rope_parameters": {}, "rope_scaling": {"rope_type": "default"}}, "rope_scaling", "one of the two"),
+        ({**QWEN2, "use_sliding_window": True}, "use_sliding_window", "is True, which is not supported"),
+        ({**QWEN2, "num_key_value_heads": None}, "num_key_value_heads", "is missing"),
+        ({**QWEN2, "max_position_embeddings": None}, "max_position_embeddings", "is missing"),
+        ({**QWEN3, "head_dim": None}, "head_dim", "is missing"),
+        ({**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "is 'yarn'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "which is not supported; supported: Llama"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping", "is 30.0, which is not supported"),
+        ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "is 50.0, which is not supported"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention", "is not supported"),
+        ({**GEMMA3, "hidden_activation": "silu"}, "hidden_activation", "supported: gelu_pytorch_tanh"),
+        ({**GEMMA3, "sliding_window": None}, "sliding_window", "is missing"),
+        ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern", "must be a positive integer"),
+        ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "must be a positive integer"),
+        ({**GEMMA3, "layer_types": [*LAYER_TYPES[:2], "chunked_attention"]}, "layer_types", "'chunked_attention' for"),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta", "the keys are full_att"),
+        (
+            {**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention.rope_type",
+            "supported for layers with a window: default",
+        ),
     ],
 )
 def test_field_is_named_when_config_is_not_supported(
@@ -168,6 +258,12 @@ def test_identity_is_equal_when_only_sharding_or_serving_facts_differ(write_dire
     identity = weight_identity(write_directory("one"))
     assert weight_identity(write_directory("sharded", num_shards=3)) == identity
     assert weight_identity(write_directory("serving", config={"eos_token_id": [2, 3]})) == identity
+
+
+def test_identity_differs_when_the_window_or_the_scale_of_scores_does(write_directory: WriteDirectory) -> None:
+    changes: list[dict[str, Any]] = [{}, {"sliding_window": 9}, {"query_pre_attn_scalar": 6}]
+    paths = [write_directory(f"m{i}", config={**GEMMA3, **values}) for i, values in enumerate(changes)]
+    assert len({weight_identity(path) for path in paths}) == 3
 
 
 @pytest.mark.parametrize("values", [{"rope_theta": 501.0}, {"rms_norm_eps": 1e-6}, {"rope_scaling": LLAMA3}])
