@@ -36,6 +36,10 @@ class Digester(Protocol):
         """One unsigned 64-bit digest per block, in the order of `block_ids`."""
         ...
 
+    def clear(self, block_ids: Sequence[BlockId]) -> None:
+        """Zero blocks that hold bytes nobody vouches for: attention reads masked positions, which must be finite."""
+        ...
+
 
 def split_mix(counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Numbers of the SplitMix64 sequence with seed 0 at these counters, made odd. u64[...] -> u64[...]."""
@@ -60,7 +64,7 @@ def digest_constants() -> NDArray[np.uint64]:
 
 
 class BlockDigester:
-    """Digests blocks that lie one after the other in host memory. Reads the memory, never writes it; any thread."""
+    """Digests blocks that lie one after the other in host memory. Writes only in `clear`; any thread."""
 
     def __init__(self, view: memoryview, block_bytes: int) -> None:
         """`view`: the pool's bytes. Raises ValueError unless `block_bytes` is a multiple of 4 and divides its size."""
@@ -76,6 +80,9 @@ class BlockDigester:
     def digest(self, block_ids: Sequence[BlockId]) -> list[BlockDigest]:
         """One unsigned 64-bit digest per block. Raises IndexError for an id outside the pool."""
         return [self._digest_one(block) for block in block_ids]
+
+    def clear(self, block_ids: Sequence[BlockId]) -> None:
+        self._blocks[list(block_ids)] = 0
 
     def _digest_one(self, block: BlockId) -> BlockDigest:
         # One einsum per block: it widens the words in cache-sized pieces and holds the GIL only between blocks.

@@ -41,6 +41,10 @@ class TorchBlockDigester:
             digests += [BlockDigest(value & 0xFFFFFFFFFFFFFFFF) for value in batch.tolist()]
         return digests
 
+    def clear(self, block_ids: Sequence[BlockId]) -> None:
+        """Zero blocks."""
+        self._blocks[list(block_ids)] = 0
+
     def _digest_batch(self, block_ids: list[BlockId]) -> torch.Tensor:
         """int64[B], the digests' bits."""
         index = torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)

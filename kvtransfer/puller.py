@@ -202,6 +202,8 @@ class Puller:
             bad = [index for index, offered, found in rows if offered != found]
             num_mismatches, failure = len(bad), "mismatch"
             reason = "the bytes that arrived do not have the offered digest" if num_mismatches else ""
+        if bad:
+            self._digester.clear([job.targets[job.indexes.index(index)] for index in bad])
         return PullResult(
             key=job.key,
             verified=verified,

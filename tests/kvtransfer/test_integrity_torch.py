@@ -39,3 +39,9 @@ def test_digests_are_equal_when_scratch_allows_one_block_at_a_time(monkeypatch: 
 def test_digester_refuses_when_the_pool_is_not_contiguous() -> None:
     with pytest.raises(ValueError, match="do not divide"):
         TorchBlockDigester(torch.zeros(8, 8)[:, :4], 32)
+
+
+def test_cleared_blocks_are_zero_and_others_are_not() -> None:
+    pool = torch.full((6, BLOCK_BYTES), 0xFF, dtype=torch.uint8)
+    TorchBlockDigester(pool, BLOCK_BYTES).clear([BlockId(1), BlockId(4)])
+    assert [bool(block.any()) for block in pool] == [True, False, True, True, False, True]

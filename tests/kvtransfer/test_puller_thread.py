@@ -80,6 +80,9 @@ class BrokenDigester:
     def digest(self, block_ids: object) -> list[BlockDigest]:
         raise RuntimeError("broken digester")
 
+    def clear(self, block_ids: object) -> None:
+        raise RuntimeError("broken digester")
+
 
 def test_the_owner_learns_of_it_when_the_transfer_thread_dies(memory_bench: MemoryBench) -> None:
     bell = threading.Event()
