@@ -61,8 +61,9 @@ def max_model_len(config: ClusterConfig, model: ModelConfig, path: Path) -> int:
         limit = model.max_position_embeddings
         problem = f"is {limit}, the configuration's model.max_model_len asks for {asked}"
         raise ModelLoadError(path=path, file="config.json", field="max_position_embeddings", problem=problem)
-    block_bytes = model.block_layout(config.kv.block_size, run_dtype(config, model)).block_bytes()
-    fits = config.kv.num_blocks(block_bytes) * config.kv.block_size
+    layout = model.block_layout(config.kv.block_size, run_dtype(config, model))
+    block_bytes = layout.block_bytes()
+    fits = layout.max_tokens(config.kv.num_blocks(block_bytes))
     if fits < (asked or 1):
         problem = (
             f"needs {block_bytes} bytes per KV block; the pool holds {fits} tokens, fewer than one request may need"
@@ -115,7 +116,12 @@ def build_worker(
     rows = PREFILLS_RUNNING_MAX if identity.role == "prefill" else config.decode.max_running
     scheduler = Scheduler(
         pool=BlockPool(runner.num_blocks),
-        table=SequenceTable(num_rows=rows, max_model_len=model.max_model_len, block_size=runner.block_size),
+        table=SequenceTable(
+            num_rows=rows,
+            max_model_len=model.max_model_len,
+            block_size=runner.block_size,
+            windows=model.layout.windows,
+        ),
         max_batched_tokens=section.max_batched_tokens,
     )
     if identity.role == "prefill":

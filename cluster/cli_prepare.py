@@ -10,7 +10,7 @@ from pathlib import Path
 
 from core.config import GIB, ClusterConfig, config_error, load_config
 from core.errors import ConfigError
-from core.layout import KvDtype
+from core.layout import BlockLayout, KvDtype
 from engine.model.catalog import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.directory import check_directory
@@ -27,10 +27,14 @@ class Prepared:
     """Directory of the model, absolute."""
     model: ModelConfig
 
+    def layout(self) -> BlockLayout:
+        """Layout of the KV blocks of this model."""
+        dtype: KvDtype = self.model.dtype if self.config.model.dtype == "auto" else self.config.model.dtype
+        return self.model.block_layout(self.config.kv.block_size, dtype)
+
     def block_bytes(self) -> int:
         """Bytes of one KV block of this model."""
-        dtype: KvDtype = self.model.dtype if self.config.model.dtype == "auto" else self.config.model.dtype
-        return self.model.block_layout(self.config.kv.block_size, dtype).block_bytes()
+        return self.layout().block_bytes()
 
     def describe(self) -> str:
         """One paragraph for people."""
@@ -64,7 +68,7 @@ def _require_fit(prepared: Prepared) -> None:
     if limit is not None and limit > model.max_position_embeddings:
         problem = f"{limit} tokens are more than the {model.max_position_embeddings} positions of the model"
         raise _error(prepared, "model.max_model_len", problem)
-    room = config.kv.num_blocks(prepared.block_bytes()) * config.kv.block_size
+    room = prepared.layout().max_tokens(config.kv.num_blocks(prepared.block_bytes()))
     if room < (limit or 1):
         key = "kv.device_blocks" if config.kv.device_blocks is not None else "kv.device_gib"
         problem = f"the pool holds {room} tokens, fewer than one request may have ({limit or 1})"

@@ -236,7 +236,7 @@ def start_cluster(
 ) -> ClusterHandle:
     """Start Ray if needed, reserve room for the workers, start the controller, which starts all else. Returns soon.
 
-    `directory` keeps the controller's record and, in `logs`, the actors' logs. Raises ClusterError, nothing left running.
+    `directory` keeps the controller's record and, in `logs`, the actors' logs. A ClusterError leaves nothing running.
     """
     namespace = f"pdcluster-{config.name}"
     head = start_head(config, report) if config.ray.address is None else None

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-import uvicorn
-
 from cluster.router_host import ControllerDoorway, build_service
 from cluster.runtime import RouterSpec
 from core.clock import SystemClock
@@ -21,13 +19,11 @@ from core.errors import ClusterError
 from core.link_grpc import GrpcDialer, GrpcServer
 from core.process import process_facts
 from router.app import build_app
+from router.connections import build_server
 from router.text import TextProcessor
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-HTTP_CLOSE_TIMEOUT_S = 3
-"""How long open connections may take to end when the router stops."""
-HTTP_BACKLOG = 2048
 POLL_S = 0.02
 
 
@@ -81,17 +77,7 @@ class RunningRouter:
             listener.close()
             raise ClusterError(name=config.name, problem=str(error)) from error
         await self._service.start()
-        self._http = uvicorn.Server(
-            uvicorn.Config(
-                build_app(self._service),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                backlog=HTTP_BACKLOG,
-                timeout_graceful_shutdown=HTTP_CLOSE_TIMEOUT_S,
-            )
-        )
+        self._http = build_server(build_app(self._service), max_connections=config.router.max_connections)
         self._serving = asyncio.ensure_future(self._http.serve(sockets=[listener]))
         self._serving.add_done_callback(self._http_ended)
         while not self._http.started and not self._serving.done():

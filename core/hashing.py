@@ -48,6 +48,16 @@ def hash_block(
     return BlockHash(digest.digest())
 
 
+def group_hash(block_hash: BlockHash, group: int) -> BlockHash:
+    """Key of the block that holds another group of layers of the same positions.
+
+    Group 0 has the block's own hash; group g > 0 the SHA-256 of: block hash (32 bytes) | "group" | g, u32 LE.
+    """
+    if group == 0:
+        return block_hash
+    return BlockHash(hashlib.sha256(block_hash + b"group" + struct.pack("<I", group)).digest())
+
+
 def hash_blocks(
     token_ids: Sequence[int] | NDArray[np.integer],
     block_size: int,

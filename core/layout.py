@@ -18,6 +18,31 @@ PROTOCOL_VERSION_MIN = 1
 PROTOCOL_VERSION_MAX = 1
 
 
+Windows = tuple[int | None, ...]
+"""Per group of layers: how many positions attention looks back, itself included; None: to the first."""
+FULL_ATTENTION: Windows = (None,)
+
+
+def needed_blocks(window: int | None, num_computed: int, block_size: int) -> range:
+    """Indexes of the full blocks that whoever computes position `num_computed` next must have.
+
+    The one function from which demand, supply, admission, prefix hits and the freeing of old blocks follow.
+    """
+    end = num_computed // block_size
+    if window is None:
+        return range(end)
+    return range(min(max(0, num_computed - window + 1) // block_size, end), end)
+
+
+def needed_entries(windows: Windows, num_blocks: int, block_size: int) -> list[tuple[int, int]]:
+    """(group, block index) of all blocks that whoever goes on after `num_blocks` full blocks must have.
+
+    In the order in which they are computed: by block, then by group.
+    """
+    needed = [needed_blocks(window, num_blocks * block_size, block_size) for window in windows]
+    return [(group, index) for index in range(num_blocks) for group, blocks in enumerate(needed) if index in blocks]
+
+
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One group of layers."""
 
@@ -36,14 +61,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def needed_blocks(self, num_computed: int, block_size: int) -> range:
-        """Indexes of the full blocks that whoever computes position `num_computed` next must have.
-
-        The one function from which demand, supply, admission, prefix hits and the freeing of old blocks follow.
-        """
-        end = num_computed // block_size
-        if self.window is None:
-            return range(end)
-        return range(min(max(0, num_computed - self.window + 1) // block_size, end), end)
+        """See the function of that name."""
+        return needed_blocks(self.window, num_computed, block_size)
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +75,19 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Bytes of one block of one group."""
         return self.block_size * self.groups[0].position_bytes()
+
+    @property
+    def windows(self) -> Windows:
+        """The window of each group."""
+        return tuple(group.window for group in self.groups)
+
+    def max_tokens(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that a pool of so many blocks can compute.
+
+        While its prompt is computed a sequence has blocks of all its positions in every group; those that its windows
+        have passed are given back as it goes on.
+        """
+        return num_blocks // len(self.groups) * self.block_size
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,14 +101,14 @@ class Submit(RequestMessage, frozen=True, kw_only=True):
 
 
 class Prefill(RequestMessage, frozen=True, kw_only=True):
-    """Asks a prefill worker to compute the blocks [0, num_demanded_blocks) of a prompt and to offer those from
-    num_held_blocks on.
+    """Asks a prefill worker to compute the full blocks in front of a prompt's tail, and to offer the entries of its
+    demand (`kvtransfer.plan`) from num_held_blocks on.
     """
 
     request: Request
     decode_worker: WorkerId
     num_held_blocks: int
-    """Leading full blocks that the decode worker holds already."""
+    """Leading entries of the demand that the decode worker holds already."""
 
 
 class Release(RequestMessage, frozen=True, kw_only=True):
@@ -166,9 +166,9 @@ class Credit(RequestMessage, frozen=True, kw_only=True):
     """The decode worker takes the request and will find room for its blocks."""
 
     num_held_blocks: int
-    """Leading full blocks already here (pinned for this request)."""
+    """Leading entries of the demand already here (pinned for this request)."""
     num_demanded_blocks: int
-    """Full blocks the prompt needs, held ones included. Equal to num_held_blocks: no prefill is needed."""
+    """Entries of the demand, held ones included. Equal to num_held_blocks: no prefill is needed."""
     ttl_s: float
     """The credit lapses when no offer came by then."""
 
@@ -180,7 +180,7 @@ class Refused(RequestMessage, frozen=True, kw_only=True):
     reason: str
     retry_after_s: int = 1
     num_verified_blocks: int = 0
-    """Leading blocks of the prompt that stay cached and verified at the sender."""
+    """Leading entries of the demand that stay cached and verified at the sender."""
 
 
 class Offer(RequestMessage, frozen=True, kw_only=True):
@@ -192,9 +192,9 @@ class Offer(RequestMessage, frozen=True, kw_only=True):
     lease_ttl_s: float
     """From reception. The reader stops before its own, rebased view of the end."""
     first_block_index: int
-    """Index within the prompt of the first offered block (= num_held_blocks of the Prefill message)."""
+    """Index within the demand of the first offered entry (= num_held_blocks of the Prefill message)."""
     block_ids: tuple[BlockId, ...]
-    """Where blocks first_block_index, first_block_index + 1, ... lie at the sender."""
+    """Where the blocks of entries first_block_index, first_block_index + 1, ... lie at the sender."""
     digests: tuple[BlockDigest, ...]
     """Digest of each offered block, same length as block_ids."""
     is_final: bool

@@ -138,7 +138,7 @@ ROUTER_METRICS = (
         "pdcluster_attempts_total", "counter", "attempts",
         "Tries at requests; `cause` is what ended the try before, or `first`", cause=("first", *RETRY_REASONS),
     ),
-    _router("pdcluster_requests_in_flight", "gauge", "requests", "Choices of admitted requests that have not ended"),
+    _router("pdcluster_requests_in_flight", "gauge", "requests", "Prompts of admitted requests that have not ended"),
     _router("pdcluster_queued_prompt_tokens", "gauge", "tokens", "Prompt tokens of requests without a first token"),
     _router("pdcluster_prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that got a first token"),
     _router("pdcluster_cached_prompt_tokens_total", "counter", "tokens", "Those of them that no worker had to compute"),

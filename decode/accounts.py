@@ -33,7 +33,7 @@ def check_active(active: Mapping[RequestId, Reception], peers: Mapping[WorkerId,
         assert session is not None and session.is_open, f"TX-1: {one.name} is listed without an open session"
         assert session.key == one.key, f"TX-2: {one.name} has a session of {session.key}"
         session.check()
-        num_pull = len(one.hashes) - len(one.held)
+        num_pull = len(one.keys) - len(one.held)
         assert session.num_blocks == num_pull, f"TX-3: {one.name} pulls {session.num_blocks} blocks, lacks {num_pull}"
         assert one.targets == session.targets, f"TX-1: {one.name} and its session differ about targets"
         assert len(one.targets) in (0, num_pull), f"TX-1: {one.name} has {len(one.targets)} of {num_pull} targets"

@@ -36,9 +36,13 @@ READ_HOPELESS_S = 1.5 * READ_TIMEOUT_S
 class Intake:
     """All receptions of one decode worker."""
 
-    def __init__(self, *, pool: BlockPool, puller: BlockPuller, credit_s: float, outbox: Outbox) -> None:
+    def __init__(
+        self, *, pool: BlockPool, puller: BlockPuller, credit_s: float, tail_blocks: int, outbox: Outbox
+    ) -> None:
+        """`tail_blocks`: blocks that the tail of a prompt takes, one for each group of layers."""
         self._pool = pool
         self._puller = puller
+        self._tail_blocks = tail_blocks
         self._credit_s = credit_s
         self._peers: dict[WorkerId, Epoch] = {}
         self._waiting: deque[Reception] = deque()
@@ -109,12 +113,12 @@ class Intake:
         """First come, first served: a promise is made only for blocks that are neither used nor promised, less
         `headroom` for those who run to grow into.
         """
-        promised = sum(r.num_reserved for r in self._active.values()) + headroom
+        promised = sum(r.num_reserved for r in self._active.values()) + headroom * self._tail_blocks
         while self._waiting:
             reception = self._waiting[0]
-            held = self._pool.acquire_prefix(reception.hashes)
+            held = self._pool.acquire_prefix(reception.keys)
             # A prompt that fills the pool leaves no block to every child: they run one after the other.
-            needed = len(reception.hashes) - len(held) + reception.submit.request.num_children
+            needed = len(reception.keys) - len(held) + reception.submit.request.num_children * self._tail_blocks
             needed = min(needed, self._pool.num_blocks - len(held))
             if self._pool.num_available - promised < needed:
                 self._pool.release(held)
@@ -125,7 +129,7 @@ class Intake:
             promised += needed
 
     def _grant(self, reception: Reception, num_reserved: int, now: float) -> None:
-        num_pull = len(reception.hashes) - len(reception.held)
+        num_pull = len(reception.keys) - len(reception.held)
         if num_pull:
             worker = reception.submit.prefill_worker
             assert worker is not None
@@ -145,7 +149,7 @@ class Intake:
             request_id=reception.submit.request_id,
             attempt=reception.submit.attempt,
             num_held_blocks=len(reception.held),
-            num_demanded_blocks=len(reception.hashes),
+            num_demanded_blocks=len(reception.keys),
             ttl_s=self._credit_s,
         )
         self._send(reception, credit)
@@ -165,14 +169,14 @@ class Intake:
         session = reception.session
         assert session is not None
         if not reception.targets:
-            targets = self._pool.allocate(len(reception.hashes) - len(reception.held))
+            targets = self._pool.allocate(len(reception.keys) - len(reception.held))
             if targets is None:
                 if reception.offer is None:
                     reception.renew_at_s = now + offer.lease_ttl_s * RENEW_FRACTION
                 reception.offer = offer
                 return
             reception.targets = targets
-            reception.num_reserved = reception.submit.request.num_children
+            reception.num_reserved = reception.submit.request.num_children * self._tail_blocks
             session.bind(targets)
         reception.offer = None
         reception.read_deadline_s = now + READ_HOPELESS_S
@@ -212,7 +216,7 @@ class Intake:
         count_read(self._outbox, result)
         session = reception.session
         for index in result.verified:
-            self._pool.cache(reception.targets[index], reception.hashes[len(reception.held) + index])
+            self._pool.cache(reception.targets[index], reception.keys[len(reception.held) + index])
         session.on_verified(result.verified)
         reception.read_deadline_s = now + READ_HOPELESS_S
         if result.bad:
@@ -248,6 +252,7 @@ class Intake:
                 submit=reception.submit,
                 router=reception.router,
                 hashes=reception.hashes,
+                num_blocks=len(reception.hashes),
                 blocks=reception.held + reception.targets,
                 received_s=reception.received_s,
             )

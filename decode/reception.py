@@ -18,8 +18,10 @@ class Reception:
 
     submit: Submit
     router: RouterId
+    keys: list[BlockHash]
+    """Of the demand's entries."""
     hashes: list[BlockHash]
-    """Of the demanded blocks."""
+    """Of the prompt's full blocks."""
     received_s: float
     deadline_s: float
     held: list[BlockId] = field(default_factory=list)
@@ -54,5 +56,9 @@ class Ready:
     submit: Submit
     router: RouterId
     hashes: list[BlockHash]
+    """Of the prompt's full blocks."""
+    num_blocks: int
+    """Leading full blocks that need not be computed."""
     blocks: list[BlockId]
+    """One for each of `needed_entries(windows, num_blocks)`."""
     received_s: float

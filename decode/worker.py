@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.books import Check
-from core.hashing import ExtraKey, hash_blocks
-from core.ids import Attempt, BlockHash, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
-from core.layout import Handshake
+from core.hashing import ExtraKey, group_hash, hash_blocks
+from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WorkerId
+from core.layout import Handshake, needed_entries
 from core.messages import (
     Audit,
     Cancel,
@@ -43,7 +43,7 @@ from decode.peers import PeerTable
 from decode.reception import Ready, Reception
 from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner, StepPlan
-from kvtransfer.plan import num_demanded_blocks
+from kvtransfer.plan import demand, num_full_blocks
 from kvtransfer.puller import BlockPuller, PeerResult, PullResult
 from kvtransfer.transport.base import Peer
 
@@ -84,11 +84,19 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._block_size = scheduler.table.block_size
+        self._windows = scheduler.table.windows
+        self._max_tokens = settings.handshake.layout.max_tokens(scheduler.pool.num_blocks)
         self._runner = runner
         self._puller = puller
         self._outbox = Outbox(settings.worker_id, settings.epoch, (*DECODE_COUNTERS, *INTAKE_COUNTERS))
         self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows)
-        self._intake = Intake(pool=scheduler.pool, puller=puller, credit_s=settings.credit_s, outbox=self._outbox)
+        self._intake = Intake(
+            pool=scheduler.pool,
+            puller=puller,
+            credit_s=settings.credit_s,
+            tail_blocks=len(self._windows),
+            outbox=self._outbox,
+        )
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[int, LiveRequest] = {}
         self._peers = PeerTable(settings.worker_id, settings.handshake, puller)
@@ -134,27 +142,42 @@ class DecodeWorker:
             self._outbox.refuse(source, message, *refusal)
             return
         request = message.request
-        num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
-        demanded = request.token_ids[: num_demanded * self._block_size]
-        hashes = hash_blocks(demanded, self._block_size, extra_keys=_extra_keys(request))
-        held = self._pool.acquire_prefix(hashes)
-        if message.prefill_worker is not None and len(held) < num_demanded:
-            self._pool.release(held)
+        num_blocks = num_full_blocks(len(request.token_ids), self._block_size)
+        chain = request.token_ids[: num_blocks * self._block_size]
+        hashes = hash_blocks(chain, self._block_size, extra_keys=_extra_keys(request))
+        entries = demand(len(request.token_ids), self._windows, self._block_size)
+        found = self._pool.find_prefix(hashes, self._windows, self._block_size, held={}, num_held=0)
+        if message.prefill_worker is not None and found.num_blocks < num_blocks:
             reception = Reception(
-                submit=message, router=source, hashes=hashes, received_s=now, deadline_s=now + request.deadline_s
+                submit=message,
+                router=source,
+                keys=[group_hash(hashes[index], group) for group, index in entries],
+                hashes=hashes,
+                received_s=now,
+                deadline_s=now + request.deadline_s,
             )
             self._intake.add(reception)
             return
+        held = [found.blocks[e] for e in needed_entries(self._windows, found.num_blocks, self._block_size)]
+        self._pool.acquire(held)
         credit = Credit(
             request_id=message.request_id,
             attempt=message.attempt,
-            num_held_blocks=num_demanded,
-            num_demanded_blocks=num_demanded,
+            num_held_blocks=len(entries),
+            num_demanded_blocks=len(entries),
             ttl_s=self._settings.credit_s,
         )
         self._outbox.count(CREDITS_GRANTED)
         self._outbox.send(source, credit)
-        self._start(Ready(submit=message, router=source, hashes=hashes, blocks=held, received_s=now), now)
+        ready = Ready(
+            submit=message,
+            router=source,
+            hashes=hashes,
+            num_blocks=found.num_blocks,
+            blocks=held,
+            received_s=now,
+        )
+        self._start(ready, now)
 
     def _attempt_of(self, request_id: RequestId) -> Attempt | None:
         live = self._live.get(request_id)
@@ -170,7 +193,7 @@ class DecodeWorker:
             return "invalid", text
         if request.num_children < 1 or request.sampling.max_tokens < 1:
             return "invalid", "at least one child and one token must be asked for"
-        if num_tokens > self._settings.max_model_len or num_tokens > self._pool.num_blocks * self._block_size:
+        if num_tokens > self._settings.max_model_len or num_tokens > self._max_tokens:
             text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._settings.max_model_len}"
             return "too_long", text
         if self._scheduler.num_waiting + request.num_children > SEQUENCES_WAITING_MAX:
@@ -192,12 +215,12 @@ class DecodeWorker:
         for child in range(request.num_children):
             if child > 0:
                 self._pool.acquire(ready.blocks)
-            sequence = self._sequence(request, child, ready.hashes, list(ready.blocks))
+            sequence = self._sequence(request, child, ready)
             live.sequences.append(sequence)
             self._by_sequence[id(sequence)] = live
             self._scheduler.add(sequence)
 
-    def _sequence(self, request: Request, child: int, hashes: list[BlockHash], blocks: list[BlockId]) -> Sequence:
+    def _sequence(self, request: Request, child: int, ready: Ready) -> Sequence:
         return Sequence(
             name=f"{request.request_id}/{child}",
             token_ids=list(request.token_ids),
@@ -205,9 +228,10 @@ class DecodeWorker:
             sampling=request.sampling,
             child=child,
             eos_token_ids=self._settings.eos_token_ids,
-            hashes=list(hashes),
+            hashes=list(ready.hashes),
             extra_keys=_extra_keys(request),
-            held_blocks=blocks,
+            num_held_blocks=ready.num_blocks,
+            held_blocks=list(ready.blocks),
         )
 
     def _cancel(self, request_id: RequestId, attempt: Attempt) -> None:

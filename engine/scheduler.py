@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.books import Claim
-from core.hashing import ROOT_HASH, ExtraKey, hash_block
+from core.hashing import ROOT_HASH, ExtraKey, group_hash, hash_block
 from core.ids import BlockHash, BlockId
+from core.layout import needed_entries
 from core.messages import TokenLogprobs
 from core.request import FinishReason, SamplingParams
 from engine.kv.pool import BlockPool
@@ -41,8 +42,10 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     """Of leading full blocks; extended as blocks fill."""
     extra_keys: tuple[ExtraKey, ...] = ()
+    num_held_blocks: int = 0
+    """Leading full blocks that are valid already, as far as the layers need them."""
     held_blocks: list[BlockId] = field(default_factory=list)
-    """Leading full blocks that are valid already; their references belong to this sequence."""
+    """One for each of `needed_entries(windows, num_held_blocks)`; their references belong to this sequence."""
     row: int | None = None
     num_cached_tokens: int = 0
     """Tokens that were not computed here, as of the first admission."""
@@ -105,8 +108,11 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-            self.pool.release(sequence.held_blocks)
-            sequence.held_blocks = []
+            self._drop_held(sequence)
+
+    def _drop_held(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.held_blocks)
+        sequence.held_blocks, sequence.num_held_blocks = [], 0
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run. Must be followed by `apply` before the next `plan`."""
@@ -140,7 +146,7 @@ class Scheduler:
         return count
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Give each decoding sequence a block for its next position; preempt the latest arrivals when none is left."""
+        """Give each decoding sequence blocks for its next position; preempt the latest arrivals when none are left."""
         if not decoding:
             return []
         rows = np.fromiter((s.row for s in decoding), dtype=np.int32, count=len(decoding))
@@ -148,7 +154,7 @@ class Scheduler:
         for index in np.flatnonzero(needs):
             sequence = decoding[int(index)]
             while sequence.row is not None:
-                blocks = self.pool.allocate(1)
+                blocks = self.pool.allocate(len(self.table.windows))
                 if blocks is not None:
                     self.table.append_blocks(sequence.row, blocks)
                     break
@@ -176,14 +182,21 @@ class Scheduler:
         num_blocks = -(-num_tokens // block_size)
         num_cacheable = num_tokens // block_size if sequence.sampling is None else (num_tokens - 1) // block_size
         self._extend_hashes(sequence, num_cacheable * block_size)
-        prefix = sequence.held_blocks
-        prefix = prefix + self.pool.acquire_prefix(sequence.hashes[len(prefix) : num_cacheable])
-        fresh = self.pool.allocate(num_blocks - len(prefix))
+        found = self.pool.find_prefix(
+            sequence.hashes[:num_cacheable],
+            self.table.windows,
+            block_size,
+            held=dict(zip(self._entries(sequence.num_held_blocks), sequence.held_blocks, strict=True)),
+            num_held=sequence.num_held_blocks,
+        )
+        prefix = [found.blocks[entry] for entry in self._entries(found.num_blocks)]
+        self.pool.acquire(prefix)
+        fresh = self.pool.allocate((num_blocks - found.num_blocks) * len(self.table.windows))
         if fresh is None:
-            self.pool.release(prefix[len(sequence.held_blocks) :])
+            self.pool.release(prefix)
             return False
-        num_computed = len(prefix) * block_size
-        sequence.held_blocks = []
+        self._drop_held(sequence)
+        num_computed = found.num_blocks * block_size
         sequence.row = self.table.open_row(
             sequence.token_ids,
             prompt_length=sequence.prompt_length,
@@ -191,7 +204,8 @@ class Scheduler:
             sampling=sequence.sampling,
             child=sequence.child,
         )
-        self.table.append_blocks(sequence.row, prefix + fresh)
+        self.table.set_prefix(sequence.row, found.num_blocks, prefix)
+        self.table.append_blocks(sequence.row, fresh)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_computed
         if num_computed and sequence.sampling is None:
@@ -207,8 +221,7 @@ class Scheduler:
         first, *others = self._waiting
         for other in reversed(others):
             if other.held_blocks:
-                self.pool.release(other.held_blocks)
-                other.held_blocks = []
+                self._drop_held(other)
                 if self._admit(first):
                     return True
         return False
@@ -222,9 +235,8 @@ class Scheduler:
         np.cumsum(counts, out=query_start[1:])
         positions = np.repeat(starts - query_start[:-1], counts) + np.arange(query_start[-1], dtype=np.int32)
         row_of_token = np.repeat(rows, counts)
-        slots = (
-            table.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        )
+        blocks = table.blocks[:, row_of_token, positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
         context = starts + counts
         samples = (context == table.num_tokens[rows]) & table.samples[rows]
         sample_rows = np.flatnonzero(samples).astype(np.int32)
@@ -232,10 +244,10 @@ class Scheduler:
             rows=rows,
             token_ids=table.tokens[row_of_token, positions],
             positions=positions.astype(np.int32),
-            slots=slots[None],
+            slots=slots,
             query_start=query_start,
             context_lengths=context.astype(np.int32),
-            block_tables=table.blocks[rows, : int(-(-int(context.max()) // block_size))][None],
+            block_tables=table.blocks[:, rows, : int(-(-int(context.max()) // block_size))],
             sample_rows=sample_rows,
             sampling=table.sampling_batch(rows[sample_rows]),
             history=table.history(rows[sample_rows]),
@@ -251,6 +263,9 @@ class Scheduler:
         crossed = old // self.table.block_size != plan.context_lengths // self.table.block_size
         for index in np.flatnonzero(crossed):
             self._cache_full_blocks(planned[int(index)][0], int(old[index]), int(plan.context_lengths[index]))
+        for sequence, _count in planned:
+            assert sequence.row is not None
+            self.pool.release(self.table.pass_blocks(sequence.row))
         progress: list[Progress] = []
         sampled = {int(s): i for i, s in enumerate(plan.sample_rows)}
         for number, (sequence, _count) in enumerate(planned):
@@ -292,8 +307,14 @@ class Scheduler:
         block_size = self.table.block_size
         first, last = old // block_size, new // block_size
         self._extend_hashes(sequence, last * block_size)
+        assert sequence.row is not None
         for index in range(first, last):
-            self.pool.cache(BlockId(int(self.table.blocks[sequence.row, index])), sequence.hashes[index])
+            for group in range(len(self.table.windows)):
+                key = group_hash(sequence.hashes[index], group)
+                self.pool.cache(self.table.row_block(sequence.row, group, index), key)
+
+    def _entries(self, num_blocks: int) -> list[tuple[int, int]]:
+        return needed_entries(self.table.windows, num_blocks, self.table.block_size)
 
     def _extend_hashes(self, sequence: Sequence, num_tokens: int) -> None:
         block_size = self.table.block_size

@@ -8,7 +8,7 @@ from core.errors import IncompatiblePeersError
 from core.layout import BlockLayout, Handshake
 
 _EQUAL_FIELDS = ("hash_scheme", "digest_scheme", "weight_identity", "numerics", "transport")
-_GROUP_FIELDS = ("kind", "num_layers", "num_kv_heads", "head_dim", "dtype")
+_GROUP_FIELDS = ("kind", "num_layers", "num_kv_heads", "head_dim", "dtype", "window")
 
 
 def check_peers(source: Handshake, target: Handshake, source_name: str, target_name: str) -> None:

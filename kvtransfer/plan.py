@@ -2,23 +2,33 @@
 
     tokens    0                                        L-1   L
               [ block 0 )[ block 1 )[ ...  )[ last full )[ tail )
-    blocks    0          held                demanded
-              [ decode has them )[ supplied  )
+    full      d          d          d       d
+    window                          d       d                        (d: demanded)
 
-The decode worker demands the full blocks of tokens[:L-1]; it computes the tail of 1..block_size tokens itself and
-samples from it. The prefill worker supplies exactly the demanded blocks that the decode worker did not say it holds,
-whatever either has cached. Knows nothing about pools, leases or workers.
+The decode worker demands what it needs to compute the tail of 1..block_size tokens itself, and samples from it: the
+full blocks of tokens[:L-1], of a windowed group of layers only those that the tail's window reaches. The demand is a
+list of entries, in the order in which they are computed. The prefill worker supplies exactly the entries after those
+that the decode worker said it holds, whatever either has cached. Knows nothing about pools, leases or workers.
 """
 
+from core.layout import Windows, needed_entries
 
-def num_demanded_blocks(num_prompt_tokens: int, block_size: int) -> int:
-    """Full blocks that a decode worker needs before it can compute the tail of a prompt of at least one token."""
+Entry = tuple[int, int]
+"""Group of layers, and index of the block within the prompt."""
+
+
+def num_full_blocks(num_prompt_tokens: int, block_size: int) -> int:
+    """Full blocks in front of the tail of a prompt of at least one token."""
     assert num_prompt_tokens >= 1 and block_size >= 1
     return (num_prompt_tokens - 1) // block_size
 
 
-def supplied_blocks(num_prompt_tokens: int, block_size: int, num_held_blocks: int) -> range:
-    """Indexes within the prompt of the blocks to move, given the leading blocks that the decode worker holds (>= 0)."""
-    assert num_held_blocks >= 0
-    demanded = num_demanded_blocks(num_prompt_tokens, block_size)
-    return range(min(num_held_blocks, demanded), demanded)
+def demand(num_prompt_tokens: int, windows: Windows, block_size: int) -> list[Entry]:
+    """What a decode worker needs before it can compute the tail."""
+    return needed_entries(windows, num_full_blocks(num_prompt_tokens, block_size), block_size)
+
+
+def supply(num_prompt_tokens: int, windows: Windows, block_size: int, num_held: int) -> list[Entry]:
+    """What moves, given the leading entries of the demand that the decode worker holds (>= 0)."""
+    assert num_held >= 0
+    return demand(num_prompt_tokens, windows, block_size)[num_held:]

@@ -6,7 +6,7 @@
 
     indexes of a session     0         verified prefix          offered          num_blocks
                              [ verified )[ in flight or retried )[ not yet offered )
-    indexes of the prompt    first_block_index + the same
+    entries of the demand    first_block_index + the same
 
 Pure: offers and results of reads in, blocks to read out. It knows the local blocks only as the list `targets` that its
 owner binds, and never says when they are free: that is when `in_flight` is 0 after an end. Knows nothing about pools,
@@ -68,7 +68,7 @@ class PullSession:
     def __init__(
         self, key: AttemptKey, peer: Peer, first_block_index: int, num_blocks: int, credit_deadline_s: float
     ) -> None:
-        """`num_blocks` >= 1 blocks of the prompt are to be pulled, from `first_block_index` on."""
+        """`num_blocks` >= 1 entries of the prompt's demand are to be pulled, from `first_block_index` on."""
         assert num_blocks >= 1 and first_block_index >= 0
         self.key = key
         self.peer = peer

@@ -1,7 +1,7 @@
 """One prompt's hand-off at the prefill side: what has become final, under which lease, and the offers that say so.
 
-    prompt blocks      0        num_held        num_final            num_demanded
-                       [ decode has )[ offered so far )[ still to compute )
+    entries of the     0        num_held        final                num_demanded
+    prompt's demand    [ decode has )[ offered so far )[ still to compute )
                                       <---------- the lease ------------->
 
 Pure. Knows nothing about the engine or the transport.
@@ -13,6 +13,7 @@ from core.ids import Attempt, BlockDigest, BlockId, Epoch, LeaseId, RequestId, R
 from core.messages import Offer
 from core.request import AttemptKey
 from engine.scheduler import Sequence
+from kvtransfer.plan import Entry
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -24,7 +25,8 @@ class Handoff:
     router: RouterId
     sequence: Sequence
     num_held: int
-    num_demanded: int
+    entries: list[Entry]
+    """The demand of the prompt (`kvtransfer.plan`)."""
     received_s: float
     deadline_s: float
     lease_id: LeaseId | None = None
@@ -38,8 +40,17 @@ class Handoff:
 
     @property
     def num_offered(self) -> int:
-        """Blocks of the prompt up to which everything is offered or held by the reader."""
+        """Entries up to which everything is offered or held by the reader."""
         return self.num_held + len(self.block_ids)
+
+    @property
+    def num_demanded(self) -> int:
+        return len(self.entries)
+
+    def final_entries(self, num_blocks: int) -> list[Entry]:
+        """Entries to offer once `num_blocks` full blocks of the prompt are computed."""
+        rest = self.entries[self.num_offered :]
+        return [(group, index) for group, index in rest if index < num_blocks]
 
     def append(self, block_ids: list[BlockId], digests: list[BlockDigest]) -> None:
         """Blocks that have become final, in order of the prompt."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from core.books import Check
 from core.hashing import ExtraKey
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
-from core.layout import Handshake
+from core.layout import Handshake, needed_entries
 from core.messages import (
     Audit,
     Cancel,
@@ -31,7 +31,7 @@ from engine.scheduler import Progress, Scheduler, Sequence
 from engine.step import Runner
 from kvtransfer.integrity import Digester
 from kvtransfer.lease import LeaseTable
-from kvtransfer.plan import num_demanded_blocks
+from kvtransfer.plan import demand, num_full_blocks
 from kvtransfer.puller import BlockPuller
 from prefill.handoff import Handoff
 
@@ -84,6 +84,8 @@ class PrefillWorker:
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._block_size = scheduler.table.block_size
+        self._windows = scheduler.table.windows
+        self._max_tokens = settings.handshake.layout.max_tokens(scheduler.pool.num_blocks)
         self._runner = runner
         self._digester = digester
         self._serving = serving
@@ -141,10 +143,10 @@ class PrefillWorker:
             self._outbox.refuse(source, message, *refusal)
             return
         request = message.request
-        num_demanded = num_demanded_blocks(len(request.token_ids), self._block_size)
+        num_blocks = num_full_blocks(len(request.token_ids), self._block_size)
         sequence = Sequence(
             name=f"{message.request_id}/{message.attempt}",
-            token_ids=list(request.token_ids[: num_demanded * self._block_size]),
+            token_ids=list(request.token_ids[: num_blocks * self._block_size]),
             prompt_length=len(request.token_ids),
             sampling=None,
             extra_keys=(ExtraKey(tag="salt", value=request.salt),) if request.salt else (),
@@ -155,7 +157,7 @@ class PrefillWorker:
             router=source,
             sequence=sequence,
             num_held=message.num_held_blocks,
-            num_demanded=num_demanded,
+            entries=demand(len(request.token_ids), self._windows, self._block_size),
             received_s=now,
             deadline_s=now + request.deadline_s,
         )
@@ -165,13 +167,14 @@ class PrefillWorker:
 
     def _refusal(self, message: Prefill) -> tuple[RefusalKind, str] | None:
         token_ids = message.request.token_ids
-        num_demanded = num_demanded_blocks(len(token_ids), self._block_size)
+        num_blocks = num_full_blocks(max(len(token_ids), 1), self._block_size)
+        num_demanded = len(needed_entries(self._windows, num_blocks, self._block_size))
         if self._is_draining:
             return "draining", "the worker is draining"
         if not 0 <= message.num_held_blocks < num_demanded:
             text = f"num_held_blocks is {message.num_held_blocks}, the prompt demands {num_demanded} blocks"
             return "invalid", text
-        if len(token_ids) > self._settings.max_model_len or num_demanded > self._pool.num_blocks:
+        if len(token_ids) > self._settings.max_model_len or num_blocks * self._block_size > self._max_tokens:
             text = f"the prompt has {len(token_ids)} tokens, this worker takes {self._settings.max_model_len}"
             return "too_long", text
         if min(token_ids) < 0 or max(token_ids) >= self._settings.vocab_size:
@@ -250,11 +253,11 @@ class PrefillWorker:
     def _offer_final_blocks(self, progress: Progress, now: float) -> None:
         """Lease and digest the blocks that became final, say so, and let the sequence go when all are."""
         handoff = self._by_sequence[id(progress.sequence)]
-        num_final = min(progress.num_computed // self._block_size, handoff.num_demanded)
-        if num_final > handoff.num_offered:
+        final = handoff.final_entries(progress.num_computed // self._block_size)
+        if final:
             row = progress.sequence.row
             assert row is not None, f"{progress.sequence.name} progressed without a row"
-            blocks = self._scheduler.table.row_blocks(row)[handoff.num_offered : num_final]
+            blocks = [self._scheduler.table.row_block(row, group, index) for group, index in final]
             if not self._lease(handoff, blocks, now):
                 self._cancel(handoff.request_id, handoff.attempt)
                 self._outbox.refuse(handoff.router, handoff.key, "transfer_failed", LEASE_ENDED)

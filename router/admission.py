@@ -13,7 +13,7 @@ from core.errors import InvalidRequestError, OverloadedError
 
 RETRY_AFTER_S_MAX = 30
 """A refused client is never sent away for longer; an estimate over more is no better than none."""
-RATE_WINDOW_S = 30.0
+_WINDOW_S = 30.0
 """What was given back longer ago than about this says nothing about now."""
 
 
@@ -65,14 +65,14 @@ class DrainRate:
 
     def seconds_until(self, amount: int) -> int:
         """When `amount` more will have been given back, in whole seconds a client can wait; 1 when nothing is known."""
-        weight_s = RATE_WINDOW_S * -math.expm1((self._began_s - self._clock.now()) / RATE_WINDOW_S)
+        weight_s = _WINDOW_S * -math.expm1((self._began_s - self._clock.now()) / _WINDOW_S)
         remembered = self._remembered()
         if remembered <= 0 or weight_s <= 0:
             return 1
         return min(RETRY_AFTER_S_MAX, max(1, math.ceil(amount * weight_s / remembered)))
 
     def _remembered(self) -> float:
-        return self._amount * math.exp((self._noted_s - self._clock.now()) / RATE_WINDOW_S)
+        return self._amount * math.exp((self._noted_s - self._clock.now()) / _WINDOW_S)
 
 
 class Admission:

@@ -3,11 +3,8 @@
 Knows nothing about how requests are served.
 """
 
-import importlib.metadata
-import re
-import uuid
+from collections.abc import Awaitable, Callable
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -15,34 +12,31 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.errors import ModelNotFoundError, PdclusterError
-from router.endpoints import GenerateEndpoints
-from router.metrics import CONTENT_TYPE
+from core.errors import PdclusterError
+from router.endpoints import AbortEndpoint, BodyWork, GenerateEndpoints, TokenEndpoints
+from router.incoming import REQUEST_ID_HEADER, request_id_of
 from router.openai import RequestPreparer
-from router.protocol.base import ErrorResponse, ModelCard, ModelList
+from router.operate import OperateEndpoints
+from router.protocol.base import ErrorResponse
+from router.protocol.operations import OPERATIONS
 from router.service import RouterService
 
-REQUEST_ID_HEADER = "x-request-id"
 STATUS_CLIENT_GONE = 499
 """Of a response that nobody reads."""
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+
+Handler = Callable[..., Awaitable[Response]]
 
 
 def build_app(service: RouterService) -> FastAPI:
     """The application of one started router."""
-    app = FastAPI(title="pdcluster", docs_url=None, redoc_url=None, openapi_url=None)
-    generate = GenerateEndpoints(service, RequestPreparer(service.text, service.model_name))
-    operate = OperateEndpoints(service)
-    app.add_api_route("/v1/completions", generate.completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", generate.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", operate.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{model:path}", operate.model, methods=["GET"], response_model=None)
-    app.add_api_route("/health", operate.health, methods=["GET"], response_model=None)
-    app.add_api_route("/ready", operate.ready, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", operate.metrics, methods=["GET"], response_model=None)
-    app.add_api_route("/version", operate.version, methods=["GET"], response_model=None)
+    app = FastAPI(title="pdcluster", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    handlers = _handlers(service)
+    for operation in OPERATIONS:
+        path = operation.path.replace("{model}", "{model:path}")
+        app.add_api_route(path, handlers.pop(operation.name), methods=[operation.method], response_model=None)
+    assert not handlers, f"handlers without a route: {sorted(handlers)}"
     app.add_exception_handler(PdclusterError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -51,51 +45,27 @@ def build_app(service: RouterService) -> FastAPI:
     return app
 
 
-class OperateEndpoints:
-    """What people, probes and scrapers ask."""
-
-    def __init__(self, service: RouterService) -> None:
-        self._service = service
-
-    async def models(self) -> Response:
-        return _json(ModelList(object="list", data=[self._card()]).to_json())
-
-    async def model(self, model: str) -> Response:
-        if model != self._service.model_name:
-            raise ModelNotFoundError(model=model, served=self._service.model_name)
-        return _json(self._card().to_json())
-
-    def _card(self) -> ModelCard:
-        return ModelCard(
-            id=self._service.model_name,
-            object="model",
-            created=int(self._service.started_wall_s),
-            owned_by="pdcluster",
-            max_model_len=self._service.pool.max_model_len(),
-        )
-
-    async def health(self) -> Response:
-        """This process answers. Whether it can serve is asked at /ready."""
-        return _json('{"status":"ok"}')
-
-    async def ready(self) -> Response:
-        service = self._service
-        is_ready = service.is_ready()
-        body = {
-            "ready": is_ready,
-            "mode": service.mode,
-            "draining": service.is_draining,
-            "workers": service.num_workers_ready(),
-            "pairs": service.num_pairs(),
-            "refusals": service.pool.refusals(),
-        }
-        return _json(msgspec.json.encode(body), 200 if is_ready else 503)
-
-    async def metrics(self) -> Response:
-        return Response(self._service.render_metrics(), media_type=CONTENT_TYPE)
-
-    async def version(self) -> Response:
-        return _json(msgspec.json.encode({"version": _version()}))
+def _handlers(service: RouterService) -> dict[str, Handler]:
+    """By the name of their operation."""
+    work = BodyWork(service)
+    preparer = RequestPreparer(service.text, service.model_name)
+    generate = GenerateEndpoints(service, preparer, work)
+    tokens = TokenEndpoints(service, preparer, work)
+    operate = OperateEndpoints(service)
+    return {
+        "completions": generate.completions,
+        "chat_completions": generate.chat_completions,
+        "tokenize": tokens.tokenize,
+        "detokenize": tokens.detokenize,
+        "abort": AbortEndpoint(service).abort,
+        "models": operate.models,
+        "model": operate.model,
+        "health": operate.health,
+        "ready": operate.ready,
+        "version": operate.version,
+        "metrics": operate.metrics,
+        "openapi": operate.openapi,
+    }
 
 
 class RequestIdMiddleware:
@@ -117,21 +87,6 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def request_id_of(scope: Scope) -> str:
-    """The client's request id if it is printable and of reasonable length, else a new one."""
-    for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER.encode() and _REQUEST_ID.fullmatch(value.decode("latin-1")):
-            return str(value.decode("latin-1"))
-    return uuid.uuid4().hex
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("pdcluster")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 def _json(text: str | bytes, status: int = 200) -> Response:

@@ -1,4 +1,4 @@
-"""The two generating endpoints: a body in, a whole answer or a stream of events out.
+"""The generating endpoints and those around them: a body in, a whole answer or a stream of events out.
 
 Waits for the first event before it answers, so that a failure until then has its HTTP status. Knows nothing about
 routes.
@@ -6,48 +6,83 @@ routes.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
-from core.errors import InvalidRequestError, PdclusterError
+from core.errors import PdclusterError
 from router.answers import AnswerOptions, AnswerWriter, ChatWriter, Choice, CompletionWriter
-from router.generation import GenerationEvent, PreparedRequest, Summary
+from router.buffer import IndexedEvent
+from router.generation import PreparedRequest, Summary
+from router.incoming import BodyReader, require_request_id
 from router.openai import RequestPreparer
 from router.protocol.base import ErrorResponse
-from router.protocol.generate import ChatCompletionRequest, CompletionRequest, GenerateRequest, parse_request
+from router.protocol.generate import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from router.protocol.parse import AnyRequest, parse_request
+from router.protocol.tokens import (
+    AbortRequest,
+    AbortResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from router.service import RouterService
 from router.sse import DONE, EventStream, encode_event, run_until_disconnect
 
-BODY_BYTES_MAX = 8 * 1024 * 1024
-BODY_TIMEOUT_S = 60.0
+LARGE_BODY_BYTES = 16 * 1024
+"""Larger bodies are parsed and tokenised on another thread, so that other requests go on meanwhile."""
 _TIMING_HEADER = "x-pdcluster-timing"
 
-IndexedEvent = tuple[int, GenerationEvent]
-"""Index of the prompt, and an event of it."""
 Events = AsyncGenerator[IndexedEvent, None]
+_Prepared = TypeVar("_Prepared")
+
+
+class BodyWork:
+    """Reads a body, and does what its size may make slow where it delays nobody else."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._bodies = BodyReader()
+
+    async def read(
+        self, http: Request, kind: type[AnyRequest], prepare: Callable[[AnyRequest, int], _Prepared]
+    ) -> tuple[AnyRequest, _Prepared]:
+        """The request, and what `prepare` makes of it; `prepare` also gets the model's length in tokens.
+
+        Raises a PdclusterError: for the body, for its fields, without a decode worker, and what `prepare` raises.
+        """
+        async with self._bodies.body(http) as body:
+            is_large = len(body) > LARGE_BODY_BYTES
+            request = await asyncio.to_thread(parse_request, kind, body) if is_large else parse_request(kind, body)
+            max_model_len = self._service.pool.require_max_model_len()
+            if is_large:
+                return request, await asyncio.to_thread(prepare, request, max_model_len)
+            return request, prepare(request, max_model_len)
 
 
 class GenerateEndpoints:
     """POST /v1/completions and POST /v1/chat/completions."""
 
-    def __init__(self, service: RouterService, preparer: RequestPreparer) -> None:
+    def __init__(self, service: RouterService, preparer: RequestPreparer, work: BodyWork) -> None:
         self._service = service
         self._preparer = preparer
+        self._work = work
 
     async def completions(self, http: Request) -> Response:
-        request = parse_request(CompletionRequest, await read_body(http))
-        prompts = self._preparer.prepare_completion(request, self._service.pool.require_max_model_len())
+        request_id = require_request_id(http)
+        request, prompts = await self._work.read(http, CompletionRequest, self._preparer.prepare_completion)
         options = self._options(http, request, prompts, "cmpl", request.logprobs)
-        return await self._answer(http, request, options, CompletionWriter(options, self._service.text))
+        return await self._answer(http, request, options, CompletionWriter(options, self._service.text), request_id)
 
     async def chat_completions(self, http: Request) -> Response:
-        request = parse_request(ChatCompletionRequest, await read_body(http))
-        prompt = self._preparer.prepare_chat(request, self._service.pool.require_max_model_len())
+        request_id = require_request_id(http)
+        request, prompt = await self._work.read(http, ChatCompletionRequest, self._preparer.prepare_chat)
         options = self._options(http, request, [prompt], "chatcmpl", prompt.sampling.num_logprobs)
-        return await self._answer(http, request, options, ChatWriter(options, self._service.text))
+        return await self._answer(http, request, options, ChatWriter(options, self._service.text), request_id)
 
     def _options(
         self,
@@ -72,9 +107,14 @@ class GenerateEndpoints:
         )
 
     async def _answer(
-        self, http: Request, request: GenerateRequest, options: AnswerOptions, writer: AnswerWriter
+        self,
+        http: Request,
+        request: GenerateRequest,
+        options: AnswerOptions,
+        writer: AnswerWriter,
+        request_id: str,
     ) -> Response:
-        events = merge([self._service.generate(prompt, http.state.request_id) for prompt in options.prompts])
+        events = self._service.generate_all(options.prompts, request_id)
         if not request.stream:
             async with aclosing(events):
                 text = await run_until_disconnect(http.receive, collect(options, writer, events))
@@ -87,6 +127,57 @@ class GenerateEndpoints:
             if not is_streaming:
                 await events.aclose()
         return EventStream(stream(options, writer, first, events))
+
+
+class TokenEndpoints:
+    """POST /tokenize and POST /detokenize: exactly what the generating endpoints would do with the same text."""
+
+    def __init__(self, service: RouterService, preparer: RequestPreparer, work: BodyWork) -> None:
+        self._text = service.text
+        self._preparer = preparer
+        self._work = work
+
+    async def tokenize(self, http: Request) -> Response:
+        require_request_id(http)
+        _, answer = await self._work.read(http, TokenizeRequest, self._tokenize)
+        return Response(answer.to_json(), media_type="application/json")
+
+    async def detokenize(self, http: Request) -> Response:
+        require_request_id(http)
+        _, answer = await self._work.read(http, DetokenizeRequest, self._detokenize)
+        return Response(answer.to_json(), media_type="application/json")
+
+    def _tokenize(self, request: TokenizeRequest, max_model_len: int) -> TokenizeResponse:
+        self._preparer.check_model(request.model)
+        if request.messages is not None:
+            tokens = self._preparer.encode_chat(request.messages, max_model_len, request.add_special_tokens or False)
+        else:
+            assert request.prompt is not None, "one of the two is there"
+            has_specials = request.add_special_tokens is not False
+            tokens = self._preparer.encode_text(request.prompt, max_model_len, has_specials)
+        extras = {"token_strs": [self._text.token_name(i) for i in tokens]} if request.return_token_strs else {}
+        return TokenizeResponse(count=len(tokens), max_model_len=max_model_len, tokens=tokens, **extras)
+
+    def _detokenize(self, request: DetokenizeRequest, max_model_len: int) -> DetokenizeResponse:
+        self._preparer.check_model(request.model)
+        self._preparer.check_ids(request.tokens, "tokens")
+        return DetokenizeResponse(prompt=self._text.spell(request.tokens))
+
+
+class AbortEndpoint:
+    """POST /abort_requests."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._bodies = BodyReader()
+
+    async def abort(self, http: Request) -> Response:
+        """Ends what this router process serves under the ids; another process of the same port is not asked."""
+        require_request_id(http)
+        async with self._bodies.body(http) as body:
+            request = parse_request(AbortRequest, body)
+        num_aborted = sum(self._service.abort(request_id) for request_id in dict.fromkeys(request.request_ids))
+        return Response(AbortResponse(num_aborted=num_aborted).to_json(), media_type="application/json")
 
 
 async def collect(options: AnswerOptions, writer: AnswerWriter, events: Events) -> str:
@@ -126,60 +217,3 @@ async def stream(
         except PdclusterError as error:
             yield encode_event(ErrorResponse.of(error).to_json())
         yield DONE
-
-
-async def merge(sources: Sequence[AsyncGenerator[GenerationEvent, None]]) -> Events:
-    """Events of all prompts as they come. The first failure ends all of them."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as source:
-            async for event in source:
-                yield 0, event
-        return
-    queue: asyncio.Queue[IndexedEvent | PdclusterError | None] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_pump(index, source, queue)) for index, source in enumerate(sources)]
-    num_running = len(tasks)
-    try:
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, PdclusterError):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    index: int,
-    source: AsyncGenerator[GenerationEvent, None],
-    queue: "asyncio.Queue[IndexedEvent | PdclusterError | None]",
-) -> None:
-    async with aclosing(source):
-        try:
-            async for event in source:
-                queue.put_nowait((index, event))
-        except PdclusterError as error:
-            queue.put_nowait(error)
-            return
-    queue.put_nowait(None)
-
-
-async def read_body(http: Request) -> bytes:
-    """The body of a JSON request, within its limits. Raises InvalidRequestError."""
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise InvalidRequestError(message="Content-Type must be application/json.")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in http.stream():
-                body += part
-                if len(body) > BODY_BYTES_MAX:
-                    raise InvalidRequestError(message=f"The body is larger than {BODY_BYTES_MAX} bytes.")
-    except TimeoutError:
-        raise InvalidRequestError(message=f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
-    return bytes(body)

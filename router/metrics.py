@@ -202,7 +202,7 @@ class RouterMetrics:
     # ---- rendering ---------------------------------------------------------------------------------------------------
 
     def render(self, *, num_in_flight: int, num_queued_prompt_tokens: int, num_waiting: int, num_running: int) -> bytes:
-        """Everything in Prometheus' text format, gauges as of now. All counts but the tokens are of choices."""
+        """Everything in Prometheus' text format, gauges as of now. `num_waiting` and `num_running` count choices."""
         roles = [view.status.role for view in self._workers()]
         gauges: dict[MetricSeries, float] = {
             ("pdcluster_requests_in_flight",): num_in_flight,

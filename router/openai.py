@@ -4,13 +4,13 @@ Knows nothing about HTTP, answers or workers.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from core.errors import InvalidRequestError, ModelNotFoundError
 from core.request import SamplingParams
 from router.generation import PreparedRequest
-from router.protocol.generate import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from router.protocol.generate import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerateRequest
 from router.text import TextCodec
 
 COMPLETION_TOKENS_DEFAULT = 16
@@ -19,6 +19,11 @@ TEMPERATURE_GREEDY_BELOW = 1e-5
 """Smaller temperatures are greedy: dividing logits by them would overflow."""
 TEXT_SHRINK_MAX = 4
 """Normalisation of a tokenizer shortens a text by no more than this factor."""
+
+PROBE_CHARS_PER_TOKEN = 16
+"""A text of more characters per token of the limit is tokenised in part first."""
+PROBE_EXCESS = 2
+"""A beginning of a text with so many times the tokens of the limit cannot become short by what follows."""
 
 MakeSeed = Callable[[], int]
 
@@ -38,16 +43,8 @@ class RequestPreparer:
 
     def prepare_chat(self, request: ChatCompletionRequest, max_model_len: int) -> PreparedRequest:
         """Raises InvalidRequestError or ModelNotFoundError."""
-        self._check_model(request)
-        messages = [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.text(),
-                **({"name": message.name} if message.name is not None else {}),
-            }
-            for message in request.messages
-        ]
-        token_ids = self._encode(self._text.render(messages), False, max_model_len, "messages")
+        self.check_model(request.model)
+        token_ids = self.encode_chat(request.messages, max_model_len)
         limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = _output_limit(len(token_ids), limit, None, max_model_len, param="messages", limit_param=name)
@@ -56,7 +53,7 @@ class RequestPreparer:
 
     def prepare_completion(self, request: CompletionRequest, max_model_len: int) -> list[PreparedRequest]:
         """One for each prompt. Raises InvalidRequestError or ModelNotFoundError."""
-        self._check_model(request)
+        self.check_model(request.model)
         prepared: list[PreparedRequest] = []
         for prompt in _prompts(request):
             token_ids = self._token_ids(prompt, max_model_len)
@@ -66,39 +63,70 @@ class RequestPreparer:
             prepared.append(self._prepared(request, token_ids, max_tokens, request.logprobs))
         return prepared
 
-    def _check_model(self, request: GenerateRequest) -> None:
-        if request.model is not None and request.model != self._model_name:
-            raise ModelNotFoundError(model=request.model, served=self._model_name)
+    def check_model(self, model: str | None) -> None:
+        """Raises ModelNotFoundError for another model than the served one."""
+        if model is not None and model != self._model_name:
+            raise ModelNotFoundError(model=model, served=self._model_name)
 
-    def _token_ids(self, prompt: str | list[int], max_model_len: int) -> list[int]:
-        if isinstance(prompt, list):
-            self._check_ids(prompt, "prompt")
-            return prompt
-        token_ids = self._encode(prompt, True, max_model_len, "prompt")
-        if not token_ids:
-            raise InvalidRequestError(message="The prompt has no tokens.", param="prompt")
-        return token_ids
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_model_len: int, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation, rendered; it may be longer than the model takes, but not by much."""
+        plain = [
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.text(),
+                **({"name": message.name} if message.name is not None else {}),
+            }
+            for message in messages
+        ]
+        self._refuse_long("\n".join(message["content"] for message in plain), max_model_len, "messages")
+        return self._text.encode(self._text.render(plain), add_special_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool, max_model_len: int, param: str) -> list[int]:
-        """Token ids; a text that is certainly too long is refused before the tokenizer sees it."""
-        if len(text) > max_model_len * self._text.token_bytes_max * TEXT_SHRINK_MAX:
-            message = f"The prompt has {len(text)} characters, far more than {max_model_len} tokens can hold."
-            raise InvalidRequestError(message=message, param=param)
+    def encode_text(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; it may be longer than the model takes, but not by much."""
+        self._refuse_long(text, max_model_len, "prompt")
         return self._text.encode(text, add_special_tokens)
 
-    def _check_ids(self, token_ids: list[int], param: str) -> None:
+    def check_ids(self, token_ids: list[int], param: str) -> None:
+        """Raises InvalidRequestError for ids that the model does not have."""
         too_large = next((token_id for token_id in token_ids if token_id >= self._text.vocab_size), None)
         if too_large is not None:
             text = f"'{param}' has token id {too_large}; this model's are less than {self._text.vocab_size}."
             raise InvalidRequestError(message=text, param=param)
 
+    def _token_ids(self, prompt: str | list[int], max_model_len: int) -> list[int]:
+        if isinstance(prompt, list):
+            self.check_ids(prompt, "prompt")
+            return prompt
+        token_ids = self.encode_text(prompt, max_model_len)
+        if not token_ids:
+            raise InvalidRequestError(message="The prompt has no tokens.", param="prompt")
+        return token_ids
+
+    def _refuse_long(self, text: str, max_model_len: int, param: str) -> None:
+        """Refuses a text that is certainly too long for a fraction of what tokenising it would cost."""
+        if len(text) > max_model_len * self._text.token_bytes_max * TEXT_SHRINK_MAX:
+            message = f"The prompt has {len(text)} characters, far more than {max_model_len} tokens can hold."
+            raise InvalidRequestError(message=message, param=param)
+        size = PROBE_CHARS_PER_TOKEN * max_model_len
+        while size < len(text):
+            num_tokens = len(self._text.encode(text[:size], False))
+            if num_tokens > PROBE_EXCESS * max_model_len:
+                message = (
+                    f"The first {size} of the prompt's {len(text)} characters are {num_tokens} tokens; this model "
+                    f"takes {max_model_len} of prompt and output together."
+                )
+                raise InvalidRequestError(message=message, param=param)
+            size *= 4
+
     def _prepared(
         self, request: GenerateRequest, token_ids: list[int], max_tokens: int, num_logprobs: int | None
     ) -> PreparedRequest:
         bias = {int(token_id): float(value) for token_id, value in (request.logit_bias or {}).items()}
-        self._check_ids(list(bias), "logit_bias")
+        self.check_ids(list(bias), "logit_bias")
         stop_token_ids = request.stop_token_ids or []
-        self._check_ids(stop_token_ids, "stop_token_ids")
+        self.check_ids(stop_token_ids, "stop_token_ids")
         sampling = SamplingParams(
             logit_bias=bias,
             repetition_penalty=request.repetition_penalty,

@@ -86,7 +86,7 @@ class WorkerPool:
     def max_model_len(self) -> int | None:
         """Tokens of prompt plus output that every live decode worker can hold; None without one."""
         limits = [
-            min(w.max_model_len, w.handshake.num_blocks * w.handshake.layout.block_size)
+            min(w.max_model_len, w.handshake.layout.max_tokens(w.handshake.num_blocks))
             for client in self.live("decode")
             if (w := client.welcome) is not None
         ]

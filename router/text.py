@@ -45,6 +45,8 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
+    def spell(self, token_ids: Sequence[int]) -> str: ...
+
     def is_special(self, token_id: int) -> bool: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -127,6 +129,11 @@ class TextProcessor:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of all ids at once, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text of all ids at once, special tokens spelled out."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def is_special(self, token_id: int) -> bool:

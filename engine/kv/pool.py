@@ -9,11 +9,24 @@ Owned by the step thread. Knows nothing about requests, bytes or peers.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from core.books import Claim, check_references
+from core.hashing import group_hash
 from core.ids import BlockDigest, BlockHash, BlockId
+from core.layout import Windows, needed_blocks
 from core.messages import KvUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPrefix:
+    """Where computing a sequence can begin."""
+
+    num_blocks: int
+    """Full blocks that need not be computed."""
+    blocks: Mapping[tuple[int, int], BlockId]
+    """By (group, index): at least the needed ones."""
 
 
 class BlockPool:
@@ -80,6 +93,39 @@ class BlockPool:
             blocks.append(block)
         self.acquire(blocks)
         return blocks
+
+    def find_prefix(
+        self,
+        hashes: Sequence[BlockHash],
+        windows: Windows,
+        block_size: int,
+        *,
+        held: Mapping[tuple[int, int], BlockId],
+        num_held: int,
+    ) -> FoundPrefix:
+        """The longest beginning of `hashes` after which computing can go on, `num_held` blocks at least.
+
+        Of each group of layers the blocks that its window reaches must be here, or among those `held` by (group,
+        index). References nothing.
+        """
+        blocks = dict(held)
+        runs = [[0] * (len(hashes) + 1) for _ in windows]  # [group][i]: known blocks without a gap that end before i
+        num_blocks = num_held
+        for index, block_hash in enumerate(hashes):
+            for group, run in enumerate(runs):
+                known = (
+                    blocks.get((group, index)) if index < num_held else self._by_hash.get(group_hash(block_hash, group))
+                )
+                if known is not None:
+                    blocks[group, index] = known
+                    run[index + 1] = run[index] + 1
+            end = index + 1
+            needed = [len(needed_blocks(window, end * block_size, block_size)) for window in windows]
+            if end > num_held and all(run[end] >= need for run, need in zip(runs, needed, strict=True)):
+                num_blocks = end
+            if any(window is None and not run[end] for window, run in zip(windows, runs, strict=True)):
+                break
+        return FoundPrefix(num_blocks=num_blocks, blocks=blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """One reference less for each block. Tails become evictable before heads, so prefixes live longest."""

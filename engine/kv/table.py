@@ -7,6 +7,7 @@ plan needs is read from here with vector operations. Knows nothing about schedul
 import numpy as np
 
 from core.ids import BlockId
+from core.layout import FULL_ATTENTION, Windows, needed_blocks, needed_entries
 from core.request import SamplingParams
 from engine.step import FloatArray, IntArray, SamplingBatch
 
@@ -14,10 +15,13 @@ from engine.step import FloatArray, IntArray, SamplingBatch
 class SequenceTable:
     """`num_rows` rows of up to `max_model_len` tokens."""
 
-    def __init__(self, *, num_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, *, num_rows: int, max_model_len: int, block_size: int, windows: Windows = FULL_ATTENTION
+    ) -> None:
         self.num_rows = num_rows
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.windows = windows
         max_blocks = -(-max_model_len // block_size)
         self.tokens: IntArray = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -25,8 +29,12 @@ class SequenceTable:
         self.prompt_length: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.samples = np.zeros(num_rows, dtype=np.bool_)
         """False for rows that only compute KV."""
-        self.blocks: IntArray = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.blocks: IntArray = np.zeros((len(windows), num_rows, max_blocks), dtype=np.int32)
+        """[G, rows, blocks]; 0 where a group has no block (any more)."""
         self.num_blocks: IntArray = np.zeros(num_rows, dtype=np.int32)
+        """Of each group, those that its window has passed included."""
+        self.first_block: IntArray = np.zeros((len(windows), num_rows), dtype=np.int32)
+        """[G, rows] index of the first block that the group still has."""
         self._columns: dict[str, FloatArray] = {
             name: np.zeros(num_rows, dtype=np.float32)
             for name in (
@@ -91,16 +99,51 @@ class SequenceTable:
         self._logit_bias.pop(row, None)
         self.num_blocks[row] = 0
         self.num_tokens[row] = 0
+        self.blocks[:, row] = 0
+        self.first_block[:, row] = 0
         self._free_rows.append(row)
 
+    def set_prefix(self, row: int, num_blocks: int, blocks: list[BlockId]) -> None:
+        """The blocks of a fresh row's valid beginning: one for each of `needed_entries(windows, num_blocks)`."""
+        for (group, index), block in zip(
+            needed_entries(self.windows, num_blocks, self.block_size), blocks, strict=True
+        ):
+            self.blocks[group, row, index] = block
+        for group, window in enumerate(self.windows):
+            self.first_block[group, row] = needed_blocks(window, num_blocks * self.block_size, self.block_size).start
+        self.num_blocks[row] = num_blocks
+
     def append_blocks(self, row: int, blocks: list[BlockId]) -> None:
-        """KV-3: blocks are only added at the end."""
-        start = int(self.num_blocks[row])
-        self.blocks[row, start : start + len(blocks)] = blocks
-        self.num_blocks[row] = start + len(blocks)
+        """KV-3: blocks are only added at the end. blocks: for each new index one of every group, by index."""
+        start, count = int(self.num_blocks[row]), len(blocks) // len(self.windows)
+        by_index = np.asarray(blocks, dtype=np.int32).reshape(count, len(self.windows))
+        self.blocks[:, row, start : start + count] = by_index.T
+        self.num_blocks[row] = start + count
+
+    def pass_blocks(self, row: int) -> list[BlockId]:
+        """Take out the blocks that the windows have passed, for the caller to release."""
+        passed: list[BlockId] = []
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            first = int(self.first_block[group, row])
+            now_first = needed_blocks(window, int(self.num_computed[row]), self.block_size).start
+            if now_first > first:
+                passed += [BlockId(int(block)) for block in self.blocks[group, row, first:now_first]]
+                self.blocks[group, row, first:now_first] = 0
+                self.first_block[group, row] = now_first
+        return passed
+
+    def row_block(self, row: int, group: int, index: int) -> BlockId:
+        """The block of one group at one index, which the row must still have."""
+        assert self.first_block[group, row] <= index < self.num_blocks[row], f"KV-3: row {row} has no block {index}"
+        return BlockId(int(self.blocks[group, row, index]))
 
     def row_blocks(self, row: int) -> list[BlockId]:
-        return [BlockId(int(b)) for b in self.blocks[row, : self.num_blocks[row]]]
+        """All blocks that a row has, by index, then by group."""
+        count = int(self.num_blocks[row])
+        has = np.arange(count) >= self.first_block[:, row, None]
+        return [BlockId(block) for block in self.blocks[:, row, :count].T[has.T].tolist()]
 
     def row_tokens(self, row: int) -> list[int]:
         tokens: list[int] = self.tokens[row, : self.num_tokens[row]].tolist()

@@ -4,8 +4,9 @@ Imports `core.errors` and pydantic only. Knows nothing about generation, HTTP or
 """
 
 import difflib
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +20,20 @@ class StrictModel(BaseModel):
     """A value read from a client: unknown fields, wrong types, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+HarmlessValues = Mapping[str, tuple[object, ...]]
+"""Field -> values of it that change nothing."""
+
+
+class RequestModel(StrictModel):
+    """The body of a request."""
+
+    unsupported: ClassVar[HarmlessValues] = MappingProxyType({})
+    """Fields that clients know and this server does not support."""
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for fields that do not go together."""
 
 
 class AnswerModel(BaseModel):

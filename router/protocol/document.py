@@ -1,7 +1,7 @@
 """A client's bytes as one JSON object, checked for everything that can be wrong before its fields mean anything.
 
-Bounds what a body costs to look at, whatever it says. Numbers that are not finite pass, so that the check of their field
-can name it. Knows nothing about fields, HTTP or models.
+Bounds what a body costs to look at, whatever it says. Numbers that are not finite pass, so that the check of their
+field can name it. Knows nothing about fields, HTTP or models.
 """
 
 import json

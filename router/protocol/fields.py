@@ -5,7 +5,7 @@ that a field was honoured when it was not. Knows nothing about the fields that a
 """
 
 from core.errors import InvalidRequestError, UnsupportedFieldError
-from router.protocol.base import FIELD_NAME_CHARS_MAX, nearest_name
+from router.protocol.base import FIELD_NAME_CHARS_MAX, HarmlessValues, nearest_name
 
 NO_HARMLESS_VALUE: tuple[object, ...] = ()
 """No value of the field is harmless, except null."""
@@ -81,9 +81,15 @@ COMPLETION_UNSUPPORTED = _BOTH | _COMPLETION
 CHAT_UNSUPPORTED = _BOTH | _CHAT
 """Field -> values that change nothing, for /v1/chat/completions."""
 
+TOKENIZE_UNSUPPORTED: HarmlessValues = {
+    name: _CHAT[name]
+    for name in ("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message")
+} | {"mm_processor_kwargs": ({},), "tools": ([],)}
+"""Field -> values that change nothing, for /tokenize."""
+
 
 def drop_harmless_fields(
-    body: dict[str, object], supported: frozenset[str], unsupported: dict[str, tuple[object, ...]]
+    body: dict[str, object], supported: frozenset[str], unsupported: HarmlessValues
 ) -> dict[str, object]:
     """`body` without null fields and without unsupported fields whose value changes nothing.
 

@@ -1,19 +1,18 @@
-"""Requests of the two generating endpoints, with every range checked, and how a body becomes one of them.
+"""Requests of the two generating endpoints, with every range checked.
 
 Extensions to OpenAI's fields: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids. `user` is
 accepted and ignored; the role `developer` means `system`; text parts of one message are joined by newlines.
 Knows nothing about HTTP, tokenizers or workers: `router.openai` checks what needs the model (vocabulary, length).
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from core.errors import InvalidRequestError, UnsupportedFieldError
-from router.protocol.base import FIELD_NAME_CHARS_MAX, StrictModel, nearest_name
-from router.protocol.document import parse_object
-from router.protocol.fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, drop_harmless_fields
+from core.errors import InvalidRequestError
+from router.protocol.base import HarmlessValues, RequestModel, StrictModel
+from router.protocol.fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
 
 CHILDREN_MAX = 128
 """Largest `n`."""
@@ -54,7 +53,9 @@ TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=PROMPT_TOK
 TextBatch = Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True)]
 TokenBatch = Annotated[list[TokenPrompt], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True)]
 LogitBias = Annotated[
-    dict[TokenIdText, Bias], Field(max_length=LOGIT_BIAS_ENTRIES_MAX), BeforeValidator(_few_biases)
+    dict[TokenIdText, Bias],
+    Field(max_length=LOGIT_BIAS_ENTRIES_MAX, json_schema_extra={"additionalProperties": False}),
+    BeforeValidator(_few_biases),
 ]
 ModelName = Annotated[str, Field(min_length=1, max_length=MODEL_NAME_CHARS_MAX)]
 
@@ -68,7 +69,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class GenerateRequest(StrictModel):
+class GenerateRequest(RequestModel):
     """Fields of both endpoints."""
 
     model: ModelName | None = None
@@ -93,9 +94,15 @@ class GenerateRequest(StrictModel):
     user: Annotated[str, Field(max_length=USER_CHARS_MAX)] | None = None
     """Accepted and ignored."""
 
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(message="'stream_options' needs 'stream': true.", param="stream_options")
+
 
 class CompletionRequest(GenerateRequest):
     """Body of POST /v1/completions."""
+
+    unsupported: ClassVar[HarmlessValues] = COMPLETION_UNSUPPORTED
 
     prompt: str | TokenPrompt | TextBatch | TokenBatch
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
@@ -128,80 +135,18 @@ class ChatMessage(StrictModel):
 class ChatCompletionRequest(GenerateRequest):
     """Body of POST /v1/chat/completions."""
 
+    unsupported: ClassVar[HarmlessValues] = CHAT_UNSUPPORTED
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 
-
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
-
-_UNIONS = {
-    "prompt": f"a string, a list of token ids, or a list of at most {PROMPTS_MAX} of either, none of them empty",
-    "stop": f"a string or a list of at most {STOP_STRINGS_MAX} strings of 1 to {STOP_STRING_CHARS_MAX} characters",
-    "content": "a string or a list of text parts",
-}
-_UNSUPPORTED: dict[type[GenerateRequest], dict[str, tuple[object, ...]]] = {
-    CompletionRequest: COMPLETION_UNSUPPORTED,
-    ChatCompletionRequest: CHAT_UNSUPPORTED,
-}
-
-
-def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """A body as a request. Raises InvalidRequestError naming the field at fault."""
-    fields = drop_harmless_fields(parse_object(body), frozenset(kind.model_fields), _UNSUPPORTED[kind])
-    try:
-        request = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError(message="'stream_options' needs 'stream': true.", param="stream_options")
-    if isinstance(request, ChatCompletionRequest):
-        _check_chat(request)
-    return request
-
-
-def _check_chat(request: ChatCompletionRequest) -> None:
-    if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequestError(message="'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    limits = (request.max_tokens, request.max_completion_tokens)
-    if None not in limits and limits[0] != limits[1]:
-        text = "'max_tokens' and 'max_completion_tokens' differ. Send one of them."
-        raise InvalidRequestError(message=text, param="max_completion_tokens")
-
-
-def _refusal(kind: type[GenerateRequest], error: ValidationError) -> InvalidRequestError:
-    """The first thing wrong, in our words, with a path a client recognises."""
-    problems = error.errors(include_url=False, include_context=False)
-    problem = min(problems, key=lambda e: (-len(_path(e["loc"])), e["type"] != "extra_forbidden"))
-    path = [part[:FIELD_NAME_CHARS_MAX] for part in _path(problem["loc"])]
-    param = ".".join(path)
-    value = problem["input"]
-    if problem["type"] == "extra_forbidden":
-        near = nearest_name(path[-1], _names_beside(path))
-        hint = f" Did you mean '{near}'?" if near else ""
-        return InvalidRequestError(message=f"Unknown field '{param}'.{hint}", param=param)
-    if path[-1] in {"tool_calls", "function_call", "audio", "include_obfuscation", "continuous_usage_stats"}:
-        return UnsupportedFieldError(field=param)
-    if path[-1] == "role" and value in ("tool", "function"):
-        text = f"Messages of role '{value}' are not supported by this server yet."
-        return UnsupportedFieldError(field=param, message=text)
-    if path[-1] == "type" and "content" in path and isinstance(value, str):
-        text = f"Content parts of type '{value[:FIELD_NAME_CHARS_MAX]}' are not supported by this server yet."
-        return UnsupportedFieldError(field=param, message=text)
-    if problem["type"] == "missing":
-        return InvalidRequestError(message=f"The field '{param}' is missing.", param=param)
-    if path[-1] in _UNIONS:
-        return InvalidRequestError(message=f"'{param}' must be {_UNIONS[path[-1]]}.", param=param)
-    return InvalidRequestError(message=f"'{param}': {problem['msg']}.", param=param)
-
-
-def _path(location: tuple[int | str, ...]) -> list[str]:
-    """A pydantic location without the names of union members, which mean nothing to a client."""
-    names = [str(part) for part in location]
-    return [n for i, n in enumerate(names) if i == 0 or n.isdigit() or (n.isidentifier() and n not in ("str", "int"))]
-
-
-def _names_beside(path: list[str]) -> list[str]:
-    model: type[StrictModel] = ChatMessage if path[0] == "messages" else StreamOptions
-    return list((TextPart if "content" in path else model).model_fields)
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(message="'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        limits = (self.max_tokens, self.max_completion_tokens)
+        if None not in limits and limits[0] != limits[1]:
+            text = "'max_tokens' and 'max_completion_tokens' differ. Send one of them."
+            raise InvalidRequestError(message=text, param="max_completion_tokens")

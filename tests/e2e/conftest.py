@@ -11,6 +11,7 @@ from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build
 from core.clock import ManualClock
 from core.config import ClusterConfig, parse_config
 from core.ids import Attempt, Epoch, RequestId, Role, RouterId, WeightIdentity, WorkerId
+from core.layout import FULL_ATTENTION, Windows
 from core.messages import (
     Cancel,
     Connect,
@@ -47,7 +48,14 @@ def make_config(**overrides: Any) -> ClusterConfig:
 class Pair:
     """`pair.submit(...)` then `pair.run()`; outcomes are in `outputs`, `refusals` and `messages`."""
 
-    def __init__(self, *, num_blocks: int = 64, prefill_blocks: int | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        prefill_blocks: int | None = None,
+        windows: Windows = FULL_ATTENTION,
+        **overrides: Any,
+    ) -> None:
         self.clock = ManualClock()
         self.fabric = MemoryFabric(self.clock)
         self.config = make_config(**overrides)
@@ -56,7 +64,7 @@ class Pair:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             max_model_len=200,
-            layout=standin_layout(self.config.kv.block_size),
+            layout=standin_layout(self.config.kv.block_size, windows),
             weight_identity=WeightIdentity("standin"),
         )
         self.runners: dict[str, StandinRunner] = {}
@@ -76,7 +84,9 @@ class Pair:
     def _build(self, role: Role, num_blocks: int) -> Any:
         name = WorkerId(f"{role}-0")
         block_size = self.config.kv.block_size
-        runner = StandinRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB)
+        runner = StandinRunner(
+            num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, windows=self.model.layout.windows
+        )
         block_bytes = self.model.layout.block_bytes()
         region = Region(
             address=0, block_bytes=block_bytes, num_blocks=num_blocks, device="cpu", view=runner.byte_view()
@@ -182,7 +192,12 @@ class Pair:
     def expected(self, request_id: str, child: int = 0) -> list[int]:
         request = self.requests[RequestId(request_id)]
         return expected_tokens(
-            request.token_ids, request.sampling, vocab_size=VOCAB, child=child, eos_token_ids=frozenset({EOS})
+            request.token_ids,
+            request.sampling,
+            vocab_size=VOCAB,
+            child=child,
+            eos_token_ids=frozenset({EOS}),
+            windows=self.model.layout.windows,
         )
 
     def count(self, role: str, counter: str) -> float:

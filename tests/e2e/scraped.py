@@ -93,6 +93,7 @@ class ScrapedCluster:
             text=LetterCodec(),
             model_name="standin",
             max_requests=MAX_REQUESTS,
+            max_running_sequences=MAX_REQUESTS,
             stall=StallLimits(prompt_s=stall_s, stream_s=stall_s),
         )
         self.scrapes: list[Scrape] = []

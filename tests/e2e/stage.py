@@ -38,6 +38,9 @@ class LetterCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(self.token_text(t)[0] for t in token_ids)
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
+
     def is_special(self, token_id: int) -> bool:
         return False
 

@@ -4,7 +4,7 @@ reads that fail, clients that hang up. Whatever happens, every answer is right o
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -14,9 +14,10 @@ from core.clock import ManualClock
 from core.config import parse_config
 from core.errors import DeadlineExceededError, InvalidRequestError, PdclusterError, StalledError
 from core.ids import Epoch, RouterId
+from core.layout import FULL_ATTENTION, Windows
 from core.link import MemoryNetwork
 from core.request import SamplingParams
-from engine.standin import StandinRunner, expected_tokens
+from engine.standin import StandinRunner, expected_tokens, standin_layout
 from kvtransfer.transport.memory import MemoryFabric, MemoryFaults
 from router.generation import ChildDelta, PreparedRequest
 from router.service import RouterService
@@ -44,13 +45,15 @@ class Chaos:
     """One cluster and what happens to it, all drawn from `seed`."""
 
     seed: int
+    windows: Windows = FULL_ATTENTION
     answers: list[Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
         self.num_turns = rng.choice([1, 1, 2, 6])
         self.is_colocated = rng.random() < 0.15
-        self.num_blocks = {"prefill": rng.randrange(16, 40), "decode": rng.randrange(14, 40)}
+        self.max_blocks = {"prefill": rng.randrange(16, 40), "decode": rng.randrange(14, 40)}
+        """Of one sequence, in every group of layers."""
         overrides = [
             f"mode={'colocated' if self.is_colocated else 'disaggregated'}",
             *([] if self.is_colocated else [f"prefill.workers={rng.randrange(1, 3)}"]),
@@ -68,7 +71,7 @@ class Chaos:
         self.fabric = MemoryFabric(self.clock, seed=self.seed)
         self.cluster = LocalCluster(
             self.config,
-            LETTERS,
+            replace(LETTERS, layout=standin_layout(BLOCK, self.windows)),
             self._runner,
             clock=self.clock,
             network=self.network,
@@ -80,7 +83,8 @@ class Chaos:
         self.gone: list[RouterService] = []
 
     def _runner(self, identity: WorkerIdentity) -> tuple[StandinRunner, memoryview]:
-        runner = StandinRunner(num_blocks=self.num_blocks[identity.role], block_size=BLOCK, vocab_size=VOCAB)
+        num_blocks = self.max_blocks[identity.role] * len(self.windows)
+        runner = StandinRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, windows=self.windows)
         return runner, runner.byte_view()
 
     def _next_epoch(self, name: str) -> Epoch:
@@ -109,7 +113,7 @@ class Chaos:
         return (prefix + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))])[: self._longest() - 2]
 
     def _longest(self) -> int:
-        return min(self.num_blocks.values()) * BLOCK
+        return min(self.max_blocks.values()) * BLOCK
 
     async def ask(self, patience_s: float | None = None) -> Answer:
         """One random request; with `patience_s` the client hangs up by then."""
@@ -123,7 +127,10 @@ class Chaos:
         num_children = rng.choice([1, 1, 1, 2, 4])
         children = range(num_children)
         answer = Answer(
-            expected=[expected_tokens(prompt, sampling, vocab_size=VOCAB, child=child) for child in children],
+            expected=[
+                expected_tokens(prompt, sampling, vocab_size=VOCAB, child=child, windows=self.windows)
+                for child in children
+            ],
             got=[[] for _ in children],
         )
         self.answers.append(answer)
@@ -264,9 +271,9 @@ class Chaos:
             assert not any(router.books().values()), router.books()
 
 
-def play_chaos(seed: int) -> Chaos:
+def play_chaos(seed: int, windows: Windows = FULL_ATTENTION) -> Chaos:
     """Run one course. The fewer turns of the loop between two moments of the clock, the longer everything takes."""
-    chaos = Chaos(seed=seed)
+    chaos = Chaos(seed=seed, windows=windows)
 
     async def run() -> None:
         task = asyncio.ensure_future(chaos.course())
@@ -286,3 +293,10 @@ def play_chaos(seed: int) -> Chaos:
 def test_answers_are_right_or_errors_and_nothing_stays_when_everything_goes_wrong(seed: int) -> None:
     """RQ-1, TX-1, TX-2, KV-1, KV-4."""
     play_chaos(seed)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("windows", [(None, 6), (5,)])
+def test_the_same_holds_when_layers_look_back_a_window_only(seed: int, windows: Windows) -> None:
+    """KV-3, TX-3 on top: blocks that the windows have passed are given back while their sequence runs."""
+    play_chaos(seed, windows)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +45,11 @@ GROWTH_BYTES = 64 << 20
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
+    with socket.socket() as probe:  # a router that is started again comes back to its port
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     settings = [
+        f"router.port={port}",
         "transfer.lease_s=5",
         "transfer.credit_s=20",
         "router.request_timeout_s=120",

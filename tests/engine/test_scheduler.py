@@ -3,13 +3,18 @@ answer.
 """
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.hashing import hash_blocks
+from core.hashing import group_hash, hash_blocks
+from core.layout import FULL_ATTENTION, Windows, needed_blocks
 from core.request import SamplingParams
+from engine import scheduler as scheduler_module
+from engine.kv import pool as pool_module
+from engine.kv import table as table_module
 from engine.kv.pool import BlockPool
 from engine.kv.table import SequenceTable
 from engine.scheduler import Progress, Scheduler, Sequence
@@ -20,11 +25,11 @@ BLOCK = 4
 
 
 def _scheduler(
-    num_blocks: int, *, rows: int = 8, budget: int = 16, max_len: int = 64
+    num_blocks: int, *, rows: int = 8, budget: int = 16, max_len: int = 64, windows: Windows = FULL_ATTENTION
 ) -> tuple[Scheduler, StandinRunner]:
     pool = BlockPool(num_blocks)
-    table = SequenceTable(num_rows=rows, max_model_len=max_len, block_size=BLOCK)
-    runner = StandinRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB)
+    table = SequenceTable(num_rows=rows, max_model_len=max_len, block_size=BLOCK, windows=windows)
+    runner = StandinRunner(num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, windows=windows)
     return Scheduler(pool=pool, table=table, max_batched_tokens=budget), runner
 
 
@@ -51,19 +56,25 @@ def _run(scheduler: Scheduler, runner: StandinRunner, limit: int = 2000) -> None
     pytest.fail(f"still {scheduler.num_running} running and {scheduler.num_waiting} waiting after {limit} steps")
 
 
-def _expect(sequence: Sequence) -> list[int]:
+def _expect(sequence: Sequence, windows: Windows = FULL_ATTENTION) -> list[int]:
     assert sequence.sampling is not None
     prompt = sequence.token_ids[: sequence.prompt_length]
-    return expected_tokens(prompt, sequence.sampling, vocab_size=VOCAB, child=sequence.child)
+    return expected_tokens(prompt, sequence.sampling, vocab_size=VOCAB, child=sequence.child, windows=windows)
 
 
-@given(seed=st.integers(0, 2**16), num_blocks=st.integers(10, 24), budget=st.integers(1, 24), rows=st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    num_blocks=st.integers(10, 24),
+    budget=st.integers(1, 24),
+    rows=st.integers(1, 6),
+    windows=st.sampled_from([FULL_ATTENTION, FULL_ATTENTION, (None, 5, 5), (6,), (None, 200), (3, None), (1, 9)]),
+)
+@settings(max_examples=100, deadline=None)
 def test_every_sequence_gets_its_own_answer_when_pool_budget_and_rows_are_short(
-    seed: int, num_blocks: int, budget: int, rows: int
+    seed: int, num_blocks: int, budget: int, rows: int, windows: Windows
 ) -> None:
     rng = random.Random(seed)
-    scheduler, runner = _scheduler(num_blocks, rows=rows, budget=budget)
+    scheduler, runner = _scheduler(num_blocks * len(windows), rows=rows, budget=budget, windows=windows)
     shared = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 16))]
     sequences = [
         _sequence(
@@ -82,7 +93,7 @@ def test_every_sequence_gets_its_own_answer_when_pool_budget_and_rows_are_short(
     _run(scheduler, runner)
     assert scheduler.pool.num_used == 0
     for sequence in sequences:
-        assert sequence.token_ids[sequence.prompt_length :] == _expect(sequence)
+        assert sequence.token_ids[sequence.prompt_length :] == _expect(sequence, windows)
 
 
 def test_preempted_sequence_is_recomputed_when_blocks_run_out() -> None:
@@ -208,7 +219,7 @@ def test_planted_bug_shared_slot_is_seen_when_a_row_uses_a_foreign_block() -> No
         scheduler.add(sequence)
     _step(scheduler, runner)
     table = scheduler.table
-    table.blocks[sequences[1].row, 0] = table.blocks[sequences[0].row, 0]
+    table.blocks[0, sequences[1].row, 0] = table.blocks[0, sequences[0].row, 0]
     for _ in range(3):
         plan = scheduler.plan()
         assert plan is not None
@@ -218,3 +229,73 @@ def test_planted_bug_shared_slot_is_seen_when_a_row_uses_a_foreign_block() -> No
         scheduler._planned = []
     wrong = table.row_tokens(sequences[1].row or 0)[5:]
     assert wrong != _expect(sequences[1])[: len(wrong)]
+
+
+def test_window_group_holds_no_more_than_its_window_reaches() -> None:
+    windows: Windows = (None, 6)
+    scheduler, runner = _scheduler(64, budget=5, windows=windows)
+    sequence = _sequence(list(range(30)), 20)
+    scheduler.add(sequence)
+    while scheduler.num_waiting or scheduler.num_running:
+        _step(scheduler, runner)
+        if sequence.row is not None and sequence.prompt_length <= scheduler.table.num_computed[sequence.row]:
+            computed = int(scheduler.table.num_computed[sequence.row])
+            total = int(scheduler.table.num_blocks[sequence.row])
+            passed = needed_blocks(6, computed, BLOCK).start
+            assert len(scheduler.table.row_blocks(sequence.row)) == 2 * total - passed
+    assert sequence.token_ids[30:] == _expect(sequence, windows)
+
+
+def test_prefix_is_found_when_only_the_blocks_that_windows_reach_are_left() -> None:
+    windows: Windows = (None, 6)
+    scheduler, runner = _scheduler(64, windows=windows)
+    prompt = list(range(25))
+    first = _sequence(prompt, 1)
+    scheduler.add(first)
+    _run(scheduler, runner)
+    pool = scheduler.pool
+    lost = [group_hash(block_hash, 1) for block_hash in first.hashes[:4]]
+    for key in lost:  # as if they had been evicted
+        block = pool._by_hash[key]
+        pool._forget(block)
+        del pool._cached[block]
+        pool._free.append(block)
+    again = _sequence(prompt, 1)
+    scheduler.add(again)
+    _run(scheduler, runner)
+    assert again.num_cached_tokens == 24
+    assert again.token_ids[25:] == _expect(again, windows)
+
+
+def _release_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(window: int | None, num_computed: int, block_size: int) -> range:
+        blocks = needed_blocks(window, num_computed, block_size)
+        return range(min(blocks.start + (window is not None), blocks.stop), blocks.stop)
+
+    monkeypatch.setattr(table_module, "needed_blocks", early)
+
+
+def _share_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "group_hash", lambda block_hash, group: block_hash)
+    monkeypatch.setattr(pool_module, "group_hash", lambda block_hash, group: block_hash)
+
+
+@pytest.mark.parametrize("plant", [_release_too_early, _share_one_hash])
+def test_planted_bug_of_windows_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: Windows = (None, 6)
+
+    def course() -> None:
+        scheduler, runner = _scheduler(40, budget=5, windows=windows)
+        prompt = list(range(30))
+        for _ in range(2):
+            sequence = _sequence(prompt, 9)
+            scheduler.add(sequence)
+            _run(scheduler, runner)
+            assert sequence.token_ids[30:] == _expect(sequence, windows)
+
+    course()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        course()

@@ -273,6 +273,7 @@ def _given_up(blocks: list[BlockId], peer: Peer) -> Reception:
     return Reception(
         submit=submit,
         router=RouterId("nobody"),
+        keys=[],
         hashes=[],
         received_s=0.0,
         deadline_s=HOLD_S,

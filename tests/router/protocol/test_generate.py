@@ -9,7 +9,8 @@ import pytest
 
 from core.errors import InvalidRequestError, UnsupportedFieldError
 from router.protocol.fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED
-from router.protocol.generate import ChatCompletionRequest, CompletionRequest, parse_request
+from router.protocol.generate import ChatCompletionRequest, CompletionRequest
+from router.protocol.parse import parse_request
 
 USER = [{"role": "user", "content": "hi"}]
 
