@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from core.ids import Attempt, RequestId, RouterId
+from core.messages import Tokens, TokenUpdate
 from core.request import AttemptKey, Request
-from engine.scheduler import Sequence
+from engine.scheduler import Progress, Sequence
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -29,6 +30,34 @@ class LiveRequest:
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(request_id=self.request.request_id, attempt=self.attempt)
+
+    def answer(self, updates: list[TokenUpdate]) -> Tokens:
+        """What one step produced for it; the first one says how its prompt came to be."""
+        first = self.sequences[0]
+        is_first, self.has_answered = not self.has_answered, True
+        started_s = first.first_step_s if first.first_step_s is not None else self.ready_s
+        return Tokens(
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            updates=tuple(updates),
+            num_cached_tokens=first.num_cached_tokens if is_first else 0,
+            num_computed_tokens=first.prompt_length - first.num_cached_tokens if is_first else 0,
+            queue_s=started_s - self.ready_s if is_first else 0.0,
+        )
+
+
+def token_update(item: Progress) -> TokenUpdate:
+    """One sampled token of one child."""
+    sequence = item.sequence
+    assert item.token_id is not None
+    return TokenUpdate(
+        child=sequence.child,
+        first_index=len(sequence.token_ids) - sequence.prompt_length - 1,
+        token_ids=(item.token_id,),
+        logprobs=(item.logprobs,) if item.logprobs is not None else (),
+        finish_reason=item.finish_reason,
+        stop_token_id=item.token_id if item.finish_reason == "stop" else None,
+    )
 
 
 def check_live(

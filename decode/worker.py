@@ -27,7 +27,6 @@ from core.messages import (
     FromWorker,
     Offer,
     Submit,
-    Tokens,
     TokenUpdate,
     ToWorker,
     WorkerStatus,
@@ -38,7 +37,7 @@ from core.step_meter import STEP_COUNTERS, StepMeter
 from core.worker import audit
 from decode.counters import CREDITS_GRANTED, INTAKE_COUNTERS
 from decode.intake import Intake
-from decode.live import LiveRequest, check_live
+from decode.live import LiveRequest, check_live, token_update
 from decode.peers import PeerTable
 from decode.reception import Ready, Reception
 from engine.scheduler import Progress, Scheduler, Sequence
@@ -85,7 +84,8 @@ class DecodeWorker:
         self._pool = scheduler.pool
         self._block_size = scheduler.table.block_size
         self._windows = scheduler.table.windows
-        self._max_tokens = settings.handshake.layout.max_tokens(scheduler.pool.num_blocks)
+        room = settings.handshake.layout.max_tokens(scheduler.pool.num_blocks)
+        self._max_tokens = min(settings.max_model_len, room)
         self._runner = runner
         self._puller = puller
         self._outbox = Outbox(settings.worker_id, settings.epoch, (*DECODE_COUNTERS, *INTAKE_COUNTERS))
@@ -193,8 +193,8 @@ class DecodeWorker:
             return "invalid", text
         if request.num_children < 1 or request.sampling.max_tokens < 1:
             return "invalid", "at least one child and one token must be asked for"
-        if num_tokens > self._settings.max_model_len or num_tokens > self._max_tokens:
-            text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._settings.max_model_len}"
+        if num_tokens > self._max_tokens:
+            text = f"prompt and output would be {num_tokens} tokens, this worker takes {self._max_tokens}"
             return "too_long", text
         if self._scheduler.num_waiting + request.num_children > SEQUENCES_WAITING_MAX:
             return "overloaded", f"{SEQUENCES_WAITING_MAX} sequences are waiting"
@@ -327,27 +327,14 @@ class DecodeWorker:
         updates: dict[RequestId, list[TokenUpdate]] = {}
         for item in progress:
             live = self._by_sequence[id(item.sequence)]
-            updates.setdefault(live.request.request_id, []).append(_update(item))
+            updates.setdefault(live.request.request_id, []).append(token_update(item))
         for request_id, tokens in updates.items():
             live = self._live[request_id]
             self._outbox.count("pdcluster_decode_tokens_total", len(tokens))
-            self._outbox.send(live.router, self._tokens(live, tokens))
+            self._outbox.send(live.router, live.answer(tokens))
             live.num_unfinished -= sum(update.finish_reason is not None for update in tokens)
             if live.num_unfinished == 0:
                 self._end(live)
-
-    def _tokens(self, live: LiveRequest, updates: list[TokenUpdate]) -> Tokens:
-        first = live.sequences[0]
-        is_first, live.has_answered = not live.has_answered, True
-        started_s = first.first_step_s if first.first_step_s is not None else live.ready_s
-        return Tokens(
-            request_id=live.request.request_id,
-            attempt=live.attempt,
-            updates=tuple(updates),
-            num_cached_tokens=first.num_cached_tokens if is_first else 0,
-            num_computed_tokens=first.prompt_length - first.num_cached_tokens if is_first else 0,
-            queue_s=started_s - live.ready_s if is_first else 0.0,
-        )
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -398,16 +385,3 @@ class DecodeWorker:
 
 def _extra_keys(request: Request) -> tuple[ExtraKey, ...]:
     return (ExtraKey(tag="salt", value=request.salt),) if request.salt else ()
-
-
-def _update(item: Progress) -> TokenUpdate:
-    sequence = item.sequence
-    assert item.token_id is not None
-    return TokenUpdate(
-        child=sequence.child,
-        first_index=len(sequence.token_ids) - sequence.prompt_length - 1,
-        token_ids=(item.token_id,),
-        logprobs=(item.logprobs,) if item.logprobs is not None else (),
-        finish_reason=item.finish_reason,
-        stop_token_id=item.token_id if item.finish_reason == "stop" else None,
-    )

@@ -13,7 +13,7 @@ that the decode worker said it holds, whatever either has cached. Knows nothing 
 
 from core.layout import Windows, needed_entries
 
-Entry = tuple[int, int]
+DemandEntry = tuple[int, int]
 """Group of layers, and index of the block within the prompt."""
 
 
@@ -23,12 +23,12 @@ def num_full_blocks(num_prompt_tokens: int, block_size: int) -> int:
     return (num_prompt_tokens - 1) // block_size
 
 
-def demand(num_prompt_tokens: int, windows: Windows, block_size: int) -> list[Entry]:
+def demand(num_prompt_tokens: int, windows: Windows, block_size: int) -> list[DemandEntry]:
     """What a decode worker needs before it can compute the tail."""
     return needed_entries(windows, num_full_blocks(num_prompt_tokens, block_size), block_size)
 
 
-def supply(num_prompt_tokens: int, windows: Windows, block_size: int, num_held: int) -> list[Entry]:
+def supply(num_prompt_tokens: int, windows: Windows, block_size: int, num_held: int) -> list[DemandEntry]:
     """What moves, given the leading entries of the demand that the decode worker holds (>= 0)."""
     assert num_held >= 0
     return demand(num_prompt_tokens, windows, block_size)[num_held:]

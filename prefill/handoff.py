@@ -13,7 +13,7 @@ from core.ids import Attempt, BlockDigest, BlockId, Epoch, LeaseId, RequestId, R
 from core.messages import Offer
 from core.request import AttemptKey
 from engine.scheduler import Sequence
-from kvtransfer.plan import Entry
+from kvtransfer.plan import DemandEntry
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Handoff:
     router: RouterId
     sequence: Sequence
     num_held: int
-    entries: list[Entry]
+    entries: list[DemandEntry]
     """The demand of the prompt (`kvtransfer.plan`)."""
     received_s: float
     deadline_s: float
@@ -47,7 +47,7 @@ class Handoff:
     def num_demanded(self) -> int:
         return len(self.entries)
 
-    def final_entries(self, num_blocks: int) -> list[Entry]:
+    def final_entries(self, num_blocks: int) -> list[DemandEntry]:
         """Entries to offer once `num_blocks` full blocks of the prompt are computed."""
         rest = self.entries[self.num_offered :]
         return [(group, index) for group, index in rest if index < num_blocks]

@@ -175,7 +175,8 @@ class PrefillWorker:
             text = f"num_held_blocks is {message.num_held_blocks}, the prompt demands {num_demanded} blocks"
             return "invalid", text
         if len(token_ids) > self._settings.max_model_len or num_blocks * self._block_size > self._max_tokens:
-            text = f"the prompt has {len(token_ids)} tokens, this worker takes {self._settings.max_model_len}"
+            limit = min(self._settings.max_model_len, self._max_tokens + self._block_size)
+            text = f"the prompt has {len(token_ids)} tokens, this worker takes {limit}"
             return "too_long", text
         if min(token_ids) < 0 or max(token_ids) >= self._settings.vocab_size:
             return "invalid", f"token ids must lie in [0, {self._settings.vocab_size})"

@@ -91,9 +91,11 @@ class Ledger:
             self.wrong.append(outcome.reason)
 
 
-async def ask(client: httpx.AsyncClient, model: str, question: Question, request_id: str) -> Outcome:
-    """Send a question and read to whatever end there is."""
-    outcome = Outcome(tokens=[[] for _ in range(question.num_choices)])
+async def ask(
+    client: httpx.AsyncClient, model: str, question: Question, request_id: str, outcome: Outcome | None = None
+) -> Outcome:
+    """Send a question and read to whatever end there is. `outcome`: filled while the answer comes."""
+    outcome = outcome or Outcome(tokens=[[] for _ in range(question.num_choices)])
     try:
         async with asyncio.timeout(HANG_S):
             await _read(client, model, question, request_id, outcome)

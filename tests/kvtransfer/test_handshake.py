@@ -39,6 +39,8 @@ REFUSED = {
     "layout.groups[0].num_kv_heads": with_group(num_kv_heads=4),
     "layout.groups[0].head_dim": with_group(head_dim=128),
     "layout.groups[0].dtype": with_group(dtype="float32"),
+    "layout.groups[0].kind": with_group(kind="window"),
+    "layout.groups[0].window": with_group(window=64),
 }
 
 

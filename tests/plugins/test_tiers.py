@@ -23,6 +23,7 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     [
         ("fast", ["fast"]),
         ("test", ["fast", "torch", "ray", "process"]),
+        ("rest", ["torch", "ray", "process"]),
     ],
 )
 def test_tier_runs_what_has_the_needs_when_chosen(project: pytest.Pytester, tier: str, passed: list[str]) -> None:

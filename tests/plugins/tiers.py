@@ -17,14 +17,18 @@ NEEDS = frozenset({"torch", "ray", "process", "slow", "gpu"})
 TIERS: dict[str, Callable[[frozenset[str]], bool]] = {
     "fast": lambda needs: not needs,
     "test": lambda needs: not needs & {"slow", "gpu"},
+    "rest": lambda needs: bool(needs) and not needs & {"slow", "gpu"},
     "slow": lambda needs: "slow" in needs and "gpu" not in needs,
     "gpu": lambda needs: "gpu" in needs,
 }
-"""By name: does a test with these needs belong to the tier? `test` is what scripts/test runs."""
+"""By name: does a test with these needs belong to the tier? `test` is what scripts/test runs; `rest`, what of it
+`scripts/check` does not run.
+"""
 
 MODULE_EXCLUDES: dict[str, frozenset[str]] = {
     "fast": NEEDS,
     "test": frozenset({"slow", "gpu"}),
+    "rest": frozenset({"slow", "gpu"}),
     "slow": frozenset({"gpu"}),
     "gpu": frozenset(),
 }

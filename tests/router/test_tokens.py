@@ -1,6 +1,7 @@
 """Token ids of a text, text of token ids, and ending requests by their id, over HTTP."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from core.messages import Cancel, Offer, Prefill
 from router.incoming import REQUEST_ID_HEADER
+from router.text import TextProcessor
 from tests.router.scripted import Stage, settle
 from tests.router.test_app import CHAT, COMPLETION, events_of, play
 
@@ -119,3 +121,42 @@ def test_all_prompts_end_when_their_request_is_aborted(model_directory: Path) ->
         assert len(stage.cancels("decode-0")) == 2
 
     play(model_directory, scenario)
+
+
+def test_all_requests_of_an_id_end_and_no_others(model_directory: Path) -> None:
+    async def scenario(stage: Stage, client: httpx.AsyncClient) -> None:
+        stage.workers["prefill-0"].replies = silent(Prefill)
+        tasks = [
+            asyncio.ensure_future(client.post("/v1/chat/completions", json=CHAT, headers={REQUEST_ID_HEADER: name}))
+            for name in ("same", "other", "same")
+        ]
+        await settle()
+        answer = await client.post("/abort_requests", json={"request_ids": ["same"]})
+        assert answer.json() == {"num_aborted": 2}
+        await settle()
+        assert [task.done() for task in tasks] == [True, False, True]
+        await client.post("/abort_requests", json={"request_ids": ["other"]})
+        assert [(await task).status_code for task in tasks] == [499] * 3
+
+    play(model_directory, scenario)
+
+
+@pytest.mark.parametrize(("num_chars", "is_apart"), [(100, False), (20_000, True)])
+def test_long_text_is_tokenised_beside_the_loop(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, num_chars: int, is_apart: bool
+) -> None:
+    threads: list[threading.Thread] = []
+    encode = TextProcessor.encode
+
+    def watched(self: TextProcessor, text: str, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(self, text, add_special_tokens)
+
+    async def scenario(_stage: Stage, client: httpx.AsyncClient) -> None:
+        threads.clear()
+        response = await client.post("/tokenize", json={"prompt": "x" * num_chars})
+        assert response.status_code == (400 if is_apart else 200)
+
+    monkeypatch.setattr(TextProcessor, "encode", watched)
+    play(model_directory, scenario)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_apart]

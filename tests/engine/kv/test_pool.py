@@ -9,12 +9,17 @@ import hashlib
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from core.hashing import group_hash
 from core.ids import BlockHash, BlockId
+from core.layout import Windows, needed_entries
 from engine.kv.pool import BlockPool
 
 NUM_BLOCKS = 6
+GROUP_KEYS = ["b3863fa578420546", "46656973c9ae320f"]
+"""SHA-256 of 32 zero bytes, "group", and 1 or 2 as u32 LE; first 8 bytes."""
 
 
 def _hash(number: int) -> BlockHash:
@@ -114,3 +119,36 @@ def test_changing_a_hash_is_a_broken_invariant() -> None:
     pool.cache(blocks[0], _hash(0))
     with pytest.raises(AssertionError, match="KV-2"):
         pool.cache(blocks[0], _hash(1))
+
+
+@given(
+    known=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9))),
+    windows=st.lists(st.none() | st.integers(1, 14), min_size=1, max_size=3).map(tuple),
+    num_held=st.integers(0, 4),
+)
+def test_prefix_is_the_longest_after_which_computing_can_go_on(
+    known: set[tuple[int, int]], windows: Windows, num_held: int
+) -> None:
+    block_size, hashes = 4, [_hash(index) for index in range(10)]
+    pool = BlockPool(64)
+    where: dict[tuple[int, int], BlockId] = {}
+    held: dict[tuple[int, int], BlockId] = {}
+    for group, index in sorted(known):
+        if group < len(windows) and index >= num_held:
+            (where[group, index],) = pool.allocate(1) or []
+            pool.cache(where[group, index], group_hash(hashes[index], group))
+    for entry in needed_entries(windows, num_held, block_size):
+        (held[entry],) = pool.allocate(1) or []
+    there = where | held
+    lengths = [n for n in range(num_held, 11) if there.keys() >= set(needed_entries(windows, n, block_size))]
+    found = pool.find_prefix(hashes, windows, block_size, held=held, num_held=num_held)
+    assert found.num_blocks == max(lengths)
+    for entry in needed_entries(windows, found.num_blocks, block_size):
+        assert found.blocks[entry] == there[entry]
+
+
+def test_groups_of_one_block_have_keys_of_their_own() -> None:
+    """The encoding is part of the hash scheme: these bytes must never change."""
+    keys = [group_hash(BlockHash(bytes(32)), group) for group in range(3)]
+    assert keys[0] == bytes(32)
+    assert [key.hex()[:16] for key in keys[1:]] == GROUP_KEYS
