@@ -30,7 +30,7 @@ def script_hides_no_test(source: Source) -> Iterator[str]:
 
 
 def ci_runs_what_people_run(source: Source) -> Iterator[str]:
-    """.ci/run is scripts/check and then the tests that it did not run: nothing passes there that a laptop cannot repeat."""
+    """.ci/run is scripts/check and then the tests that it left: nothing passes there that a laptop cannot repeat."""
     lines = [line.strip() for line in source.read(".ci/run").splitlines()]
     commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
     if commands != ["scripts/check", "scripts/test --tier=rest"]:
