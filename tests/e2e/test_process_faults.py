@@ -27,7 +27,7 @@ from tests.e2e.faults.table import PAGE, read_table
 from tests.e2e.soak_clients import Outcome, Question, ask
 from tests.e2e.test_http import Running
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TABLE = read_table(PAGE.read_text())
 PROMPT_TOKENS = 1200
@@ -40,8 +40,6 @@ CELLS = [
     *((role, column) for role in ("decode", "router", "controller") for column in ("chunks", "decode")),
 ]
 """A prefill worker has no part in decoding."""
-CELLS_QUICK = [("prefill", "chunks"), ("decode", "decode")]
-"""Those that are no slow tests."""
 _numbers = itertools.count(1)
 
 
@@ -148,16 +146,12 @@ def _stop(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("role", "column"),
-    [cell if cell in CELLS_QUICK else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS],
-)
+@pytest.mark.parametrize(("role", "column"), CELLS)
 def test_outcome_is_as_documented_when_a_process_is_killed(struck: Struck, role: str, column: str) -> None:
     found, outcome = asyncio.run(_play(struck, role, column, _kill))
     assert found == _expected(f"{role}-killed", column), outcome
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("role", "column"), CELLS)
 def test_outcome_is_as_documented_when_a_process_is_stopped_and_continued(
     struck: Struck, role: str, column: str
