@@ -202,3 +202,10 @@ def test_choice_by_name_is_for_people_when_run_by_hand(
 def test_session_passes_when_test_belongs_to_another_tier(project: pytest.Pytester) -> None:
     source = "import pytest\n@pytest.mark.slow\ndef test_slow(): assert False\ndef test_other(): ..."
     run(project, source).assert_outcomes(passed=1, deselected=1)
+
+
+def test_session_passes_when_the_tests_without_a_need_are_left_to_the_other_gate(project: pytest.Pytester) -> None:
+    source = "import pytest\n@pytest.mark.torch\ndef test_torch(): ...\ndef test_fast(): assert False"
+    result = run(project, source, "", "--tier=rest")
+    result.assert_outcomes(passed=1, deselected=1)
+    assert result.ret == pytest.ExitCode.OK
