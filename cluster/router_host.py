@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.runtime import RouterSpec
 from core.clock import Clock
-from core.errors import LinkClosedError
+from core.errors import LinkClosedError, LinkOverflowError
 from core.ids import Epoch
 from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Dialer, Link
@@ -57,7 +57,11 @@ class ControllerDoorway:
 
     async def accept(self, link: Link) -> None:
         """A `core.link.Accept`."""
-        first = await asyncio.wait_for(link.receive(), HELLO_TIMEOUT_S)
+        try:
+            first = await asyncio.wait_for(link.receive(), HELLO_TIMEOUT_S)
+        except (TimeoutError, LinkClosedError):
+            await link.close("no Hello came")
+            return
         hello = first[0] if first else None
         problem = self._refuse(hello)
         if problem or not isinstance(hello, Hello):
@@ -98,7 +102,7 @@ class ControllerDoorway:
         """Answer on the link that asked, if it is still there."""
         try:
             link.send([await self._service.audit(message.number)])
-        except LinkClosedError:
+        except (LinkClosedError, LinkOverflowError):
             return
         finally:
             task = asyncio.current_task()
@@ -109,6 +113,6 @@ class ControllerDoorway:
         while True:
             try:
                 link.send([self._service.status()])
-            except LinkClosedError:
+            except (LinkClosedError, LinkOverflowError):
                 return
             await self._clock.sleep(HEARTBEAT_S)

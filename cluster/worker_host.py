@@ -41,7 +41,7 @@ IDLE_WAIT_S = 0.05
 STEP_STALL_S = 60.0
 """A step thread that did not come round for so long is stuck: the worker falls silent and is taken for dead."""
 CHECK_IDLE_S = 5.0
-"""An idle worker checks its invariants so often at most: it costs milliseconds for ten thousand blocks."""
+"""An idle worker checks its invariants so often at most; O(blocks)."""
 CHECK_BUSY_S = 60.0
 """One that is never idle checks them all the same."""
 STOP_TIMEOUT_S = 10.0
@@ -191,10 +191,15 @@ class Doorway:
         while True:
             self.heartbeat()
             self.check()
-            for router, link in list(self._links.items()):
-                if self._clock.now() - self._heard_s[router] >= HEARTBEAT_TIMEOUT_S:
-                    await link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s")
+            await self._give_up_silent()
             await self._clock.sleep(HEARTBEAT_S)
+
+    async def _give_up_silent(self) -> None:
+        """All at once: closing a link to a stopped peer takes a moment, and heartbeats wait for it."""
+        now = self._clock.now()
+        silent = [link for router, link in self._links.items() if now - self._heard_s[router] >= HEARTBEAT_TIMEOUT_S]
+        if silent:
+            await asyncio.gather(*(link.close(f"silent for {HEARTBEAT_TIMEOUT_S:g} s") for link in silent))
 
 
 def step_once(worker: Worker, inbox: Inbox, now: float) -> bool:

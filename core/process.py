@@ -9,21 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-_STATUS = Path("/proc/self/status")
 _DESCRIPTORS = Path("/proc/self/fd")
+_THREADS = Path("/proc/self/task")
 _STATM = Path("/proc/self/statm")
-
-
-def process_facts() -> dict[str, int]:
-    """`resident_mib`, `threads` and `file_descriptors` of this process."""
-    if not _STATUS.exists():
-        return {}
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
-    return {
-        "resident_mib": int(fields["VmRSS"].split()[0]) >> 10,
-        "threads": int(fields["Threads"]),
-        "file_descriptors": len(os.listdir(_DESCRIPTORS)) - 1,
-    }
 
 
 class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +24,7 @@ class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_usage() -> ProcessUsage | None:
-    """As of now, in some ten microseconds; None where the system has no /proc."""
+    """As of now; None where the system has no /proc."""
     spent = resource.getrusage(resource.RUSAGE_SELF)
     if not _STATM.exists():
         return None
@@ -46,3 +34,15 @@ def read_usage() -> ProcessUsage | None:
         resident_bytes=num_pages * resource.getpagesize(),
         num_open_fds=len(os.listdir(_DESCRIPTORS)) - 1,  # without the one that listed them
     )
+
+
+def process_facts() -> dict[str, int]:
+    """`resident_mib`, `threads` and `file_descriptors` of this process, for the books of an audit."""
+    usage = read_usage()
+    if usage is None:
+        return {}
+    return {
+        "resident_mib": usage.resident_bytes >> 20,
+        "threads": len(os.listdir(_THREADS)),
+        "file_descriptors": usage.num_open_fds,
+    }

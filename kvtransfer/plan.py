@@ -26,9 +26,3 @@ def num_full_blocks(num_prompt_tokens: int, block_size: int) -> int:
 def demand(num_prompt_tokens: int, windows: Windows, block_size: int) -> list[DemandEntry]:
     """What a decode worker needs before it can compute the tail."""
     return needed_entries(windows, num_full_blocks(num_prompt_tokens, block_size), block_size)
-
-
-def supply(num_prompt_tokens: int, windows: Windows, block_size: int, num_held: int) -> list[DemandEntry]:
-    """What moves, given the leading entries of the demand that the decode worker holds (>= 0)."""
-    assert num_held >= 0
-    return demand(num_prompt_tokens, windows, block_size)[num_held:]

@@ -203,7 +203,8 @@ class Puller:
             num_mismatches, failure = len(bad), "mismatch"
             reason = "the bytes that arrived do not have the offered digest" if num_mismatches else ""
         if bad:
-            self._digester.clear([job.targets[job.indexes.index(index)] for index in bad])
+            targets = dict(zip(job.indexes, job.targets, strict=True))
+            self._digester.clear([targets[index] for index in bad])
         return PullResult(
             key=job.key,
             verified=verified,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from core.books import Check
 from core.hashing import ExtraKey
 from core.ids import Attempt, BlockDigest, BlockId, Epoch, RequestId, Role, RouterId, WorkerId
-from core.layout import Handshake, needed_entries
+from core.layout import Handshake
 from core.messages import (
     Audit,
     Cancel,
@@ -138,12 +138,14 @@ class PrefillWorker:
             if message.attempt <= known.attempt:
                 return
             self._cancel(message.request_id, known.attempt)
-        refusal = self._refusal(message)
+        num_tokens = max(len(message.request.token_ids), 1)  # a prompt without tokens demands nothing, and is refused
+        num_blocks = num_full_blocks(num_tokens, self._block_size)
+        entries = demand(num_tokens, self._windows, self._block_size)
+        refusal = self._refusal(message, num_blocks, len(entries))
         if refusal is not None:
             self._outbox.refuse(source, message, *refusal)
             return
         request = message.request
-        num_blocks = num_full_blocks(len(request.token_ids), self._block_size)
         sequence = Sequence(
             name=f"{message.request_id}/{message.attempt}",
             token_ids=list(request.token_ids[: num_blocks * self._block_size]),
@@ -157,7 +159,7 @@ class PrefillWorker:
             router=source,
             sequence=sequence,
             num_held=message.num_held_blocks,
-            entries=demand(len(request.token_ids), self._windows, self._block_size),
+            entries=entries,
             received_s=now,
             deadline_s=now + request.deadline_s,
         )
@@ -165,10 +167,8 @@ class PrefillWorker:
         self._by_sequence[id(sequence)] = handoff
         self._scheduler.add(sequence)
 
-    def _refusal(self, message: Prefill) -> tuple[RefusalKind, str] | None:
+    def _refusal(self, message: Prefill, num_blocks: int, num_demanded: int) -> tuple[RefusalKind, str] | None:
         token_ids = message.request.token_ids
-        num_blocks = num_full_blocks(max(len(token_ids), 1), self._block_size)
-        num_demanded = len(needed_entries(self._windows, num_blocks, self._block_size))
         if self._is_draining:
             return "draining", "the worker is draining"
         if not 0 <= message.num_held_blocks < num_demanded:

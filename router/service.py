@@ -271,8 +271,10 @@ class RouterService:
         """
         tickets = self._admit(prompts)
         buffer = EventBuffer(sum(prompt.num_children for prompt in prompts))
-        runs = [self._open(prompt, client_request_id, buffer, index) for index, prompt in enumerate(prompts)]
+        runs: list[Run] = []
         try:
+            for index, prompt in enumerate(prompts):
+                runs.append(self._open(prompt, client_request_id, buffer, index))
             for run in runs:
                 self._select(run)
             num_open = len(runs)
@@ -283,10 +285,11 @@ class RouterService:
                 yield index, event
                 num_open -= isinstance(event, Summary)
         finally:
-            for run, ticket in zip(runs, tickets, strict=True):
+            for ticket in tickets:
+                ticket.release()
+            for run in runs:
                 self._apply(run, run.flow.cancel())
                 del self._runs[run.flow.request.request_id]
-                ticket.release()
                 self._metrics.ended(run.outcome(), run.flow.facts.phase())
 
     def _admit(self, prompts: Sequence[PreparedRequest]) -> list[Ticket]:

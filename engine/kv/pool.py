@@ -109,22 +109,24 @@ class BlockPool:
         index). References nothing.
         """
         blocks = dict(held)
-        runs = [[0] * (len(hashes) + 1) for _ in windows]  # [group][i]: known blocks without a gap that end before i
+        runs = [0] * len(windows)  # per group: known blocks without a gap up to here
         num_blocks = num_held
         for index, block_hash in enumerate(hashes):
-            for group, run in enumerate(runs):
-                known = (
-                    blocks.get((group, index)) if index < num_held else self._by_hash.get(group_hash(block_hash, group))
-                )
-                if known is not None:
-                    blocks[group, index] = known
-                    run[index + 1] = run[index] + 1
-            end = index + 1
-            needed = [len(needed_blocks(window, end * block_size, block_size)) for window in windows]
-            if end > num_held and all(run[end] >= need for run, need in zip(runs, needed, strict=True)):
+            end, can_go_on = index + 1, True
+            for group, window in enumerate(windows):
+                entry = (group, index)
+                known = blocks.get(entry) if index < num_held else self._by_hash.get(group_hash(block_hash, group))
+                if known is None:
+                    runs[group] = 0
+                    if window is None:  # whatever comes later needs this block
+                        return FoundPrefix(num_blocks=num_blocks, blocks=blocks)
+                else:
+                    blocks[entry] = known
+                    runs[group] += 1
+                if window is not None:
+                    can_go_on &= runs[group] >= len(needed_blocks(window, end * block_size, block_size))
+            if can_go_on and end > num_held:
                 num_blocks = end
-            if any(window is None and not run[end] for window, run in zip(windows, runs, strict=True)):
-                break
         return FoundPrefix(num_blocks=num_blocks, blocks=blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:

@@ -204,3 +204,26 @@ def test_step_thread_ends_with_the_invariant_when_the_books_are_wrong(
     assert "KV-1: block 0 has 1 references and is held by nobody" in str(asyncio.run(body()))
     host.stop()
     assert door.doorway.is_mute
+
+
+def test_heartbeats_go_on_when_many_silent_routers_are_slow_to_close() -> None:
+    """Each takes a moment to give up; one after the other they would make the worker look dead to a live router."""
+    door = Door()
+
+    async def scene() -> None:
+        for number in range(8):
+            link = await door.network.dial("door", 1.0)
+            link.send([Hello(sender=RouterId(f"wedged-{number}"), epoch=Epoch(1), protocol_min=1, protocol_max=1)])
+        await door.clock.sleep(0.1)
+
+        async def slow(reason: str = "") -> None:
+            await door.clock.sleep(1.0)
+
+        for near in door.doorway._links.values():
+            near.close = slow  # type: ignore[method-assign]
+        await door.clock.sleep(HEARTBEAT_TIMEOUT_S + HEARTBEAT_S)
+        started_s = door.clock.now()
+        await door.doorway._give_up_silent()
+        assert door.clock.now() - started_s < 2.0
+
+    door.play(scene)

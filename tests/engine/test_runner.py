@@ -1,7 +1,7 @@
 """The runner against transformers, and the bits of `exact`: logits of a position do not depend on what it ran with."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from core.errors import NumericsError
-from engine.numerics import NumericsMode
 from engine.probe import ProbeSequence, build_plan
 from engine.runner import TorchRunner
+from tests.engine.feeder import (
+    TOLERANCE,
+    AttentionName,
+    Feeder,
+    assert_mixed_steps_equal_transformers,
+    make_runner,
+)
 from tests.engine.tiny_models import LINEAR, LLAMA3, TinyModel, make_tiny_model, random_tokens
 
 pytestmark = pytest.mark.torch
 
-AttentionName = Literal["reference", "fast"]
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
 MODELS: dict[str, Callable[[], TinyModel]] = {
     "tied": make_tiny_model,
     "untied": lambda: make_tiny_model(tied=False),
@@ -26,43 +30,6 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "linear": lambda: make_tiny_model(rope_scaling=LINEAR),
     "llama3": lambda: make_tiny_model(rope_scaling=LLAMA3),
 }
-TOLERANCE = 1e-4
-
-
-def make_runner(
-    model: TinyModel, *, block_size: int = 16, numerics: NumericsMode = "fast", attention: AttentionName = "fast"
-) -> TorchRunner:
-    return TorchRunner(
-        model.config,
-        model.weights,
-        dtype="float32",
-        device=torch.device("cpu"),
-        block_size=block_size,
-        num_blocks=2048 // block_size,
-        max_model_len=1024,
-        numerics=numerics,
-        attention=attention,
-        threads=1,
-    )
-
-
-class Feeder:
-    """Gives every sequence blocks of its own, scattered over the pool, and computes the ranges it is told to."""
-
-    def __init__(self, runner: TorchRunner, prompts: list[Tokens], seed: int = 0) -> None:
-        self._runner = runner
-        self._prompts = prompts
-        order = np.random.default_rng(seed).permutation(runner.num_blocks).astype(np.int32)
-        needed = [-(-len(prompt) // runner.block_size) for prompt in prompts]
-        self._blocks = np.split(order, np.cumsum(needed))
-
-    def logits(self, *ranges: tuple[int, int, int]) -> torch.Tensor:
-        """One step over (sequence, start, end) triples; [len(ranges), vocab size] of the last positions."""
-        parts = [
-            ProbeSequence(token_ids=self._prompts[index], start=start, end=end, block_ids=self._blocks[index])
-            for index, start, end in ranges
-        ]
-        return self._runner.logits(build_plan(parts, self._runner.block_size))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -72,19 +39,7 @@ def test_logits_equal_transformers_when_steps_mix_chunks_and_decodes(
     name: str, attention: AttentionName, block_size: int
 ) -> None:
     model = MODELS[name]()
-    prompts = [random_tokens(length, seed) for seed, length in enumerate((40, 150, 17))]
-    expected = [model.reference_logits(prompt) for prompt in prompts]
-    feeder = Feeder(make_runner(model, block_size=block_size, attention=attention), prompts)
-    steps = [
-        [(0, 0, 37)],
-        [(0, 37, 38), (1, 0, 50)],
-        [(0, 38, 39), (2, 0, 16), (1, 50, 146)],
-        [(0, 39, 40), (2, 16, 17), (1, 146, 150)],
-    ]
-    for step in steps:
-        actual = feeder.logits(*step)
-        wanted = torch.stack([expected[index][end - 1] for index, _, end in step])
-        torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=0)
+    assert_mixed_steps_equal_transformers(model, make_runner(model, block_size=block_size, attention=attention))
 
 
 def test_logits_of_sampling_rows_equal_when_other_rows_do_not_sample() -> None:

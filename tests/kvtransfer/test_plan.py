@@ -1,11 +1,11 @@
-"""Demand and supply against a naive reading of what attention looks at (TX-3)."""
+"""The demand against a naive reading of what attention looks at (TX-3)."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.layout import FULL_ATTENTION, Windows
-from kvtransfer.plan import demand, num_full_blocks, supply
+from kvtransfer.plan import demand, num_full_blocks
 
 WINDOWS = st.lists(st.none() | st.integers(1, 70), min_size=1, max_size=4).map(tuple)
 
@@ -28,12 +28,6 @@ def test_demand_is_what_the_tail_attends_to(length: int, block_size: int, window
         assert {index for entry_group, index in entries if entry_group == group} == _attended(
             length, window, block_size
         )
-
-
-@given(length=st.integers(1, 300), block_size=st.integers(1, 40), windows=WINDOWS, held=st.integers(0, 400))
-def test_supply_and_what_is_held_make_the_demand(length: int, block_size: int, windows: Windows, held: int) -> None:
-    entries = demand(length, windows, block_size)
-    assert entries[:held] + supply(length, windows, block_size, held) == entries
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 0), (15, 0), (16, 0), (17, 1), (32, 1), (33, 2), (1500, 93)])

@@ -17,7 +17,7 @@ import pytest
 from core.config import RouterSection
 from core.errors import OverloadedError
 from core.messages import Submit
-from tests.router.scripted import Stage, open_stage, settle
+from tests.router.scripted import Stage, open_stage, settle, write_model
 from tests.router.test_app import COMPLETION, play
 from tests.router.test_service import prepared
 
@@ -134,3 +134,24 @@ def test_other_prompts_are_cancelled_when_one_of_their_request_fails(model_direc
             stage.service.check()
 
     asyncio.run(main())
+
+
+def test_no_place_is_lost_when_a_request_cannot_be_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RQ-1: a bug between admission and the first step costs that request, not its places for ever."""
+
+    async def body() -> None:
+        async with open_stage(write_model(tmp_path / "model")) as stage:
+            opened = stage.service._open
+
+            def broken(*arguments: Any) -> Any:
+                if stage.service._runs:
+                    raise RuntimeError("planted")
+                return opened(*arguments)
+
+            monkeypatch.setattr(stage.service, "_open", broken)
+            with pytest.raises(RuntimeError, match="planted"):
+                await anext(stage.service.generate_all([prepared(), prepared()]))
+            assert set(stage.service.books().values()) == {0}
+            stage.service.check()
+
+    asyncio.run(body())
