@@ -214,7 +214,9 @@ def serve(result: Path | None, **flags: Any) -> None:
 )
 @click.option("--capacity-prompts", type=Positive, default=8, show_default=True, help="Sent to measure capacity.")
 @click.option("--window", type=PositiveNumber, default=15.0, show_default=True, help="Seconds of each window.")
-@click.option("--windows", type=click.IntRange(min=2), default=6, show_default=True, help="Quiet and not, in turn.")
+@click.option(
+    "--pairs", type=click.IntRange(min=1), default=3, show_default=True, help="Of a quiet window and one not."
+)
 @_SEED
 @_RESULT
 def isolation(result: Path | None, **flags: Any) -> None:
@@ -232,7 +234,7 @@ def isolation(result: Path | None, **flags: Any) -> None:
         load=flags["load"],
         capacity_prompts=flags["capacity_prompts"],
         window_s=flags["window"],
-        num_windows=flags["windows"],
+        num_pairs=flags["pairs"],
         seed=flags["seed"],
         api_key=os.environ.get(API_KEY_VARIABLE),
     )

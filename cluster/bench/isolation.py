@@ -1,7 +1,8 @@
 """`pdcluster bench isolation`: what prompts that arrive do to streams that already run.
 
-Some long streams decode all the time. Windows without and with other prompts alternate, so that the same streams, at
-nearly the same lengths and on the same machine, are seen both ways. Knows nothing about files or terminals.
+Some long streams decode while a window without other prompts and one with them pass, in an order that turns from pair
+to pair; each pair has new streams. So the same streams, at nearly the same lengths and on the same machine, are seen
+both ways. Knows nothing about files or terminals.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ STREAM_START_TIMEOUT_S = 300.0
 POLL_S = 0.05
 CAPACITY_CONCURRENCY = 2
 """Prompts under way while the capacity is measured: one computed, one waiting."""
-_CAPACITY, _STREAMS, _WINDOWS = range(3)
-"""Rounds of prompts; windows count on from the last."""
+_CAPACITY, _WINDOWS = range(2)
+"""Rounds of prompts; each window has two, for its prompts and for new streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,15 @@ class IsolationOptions:
     num_streams: int = 4
     stream_input_len: int = 64
     stream_output_len: int = 1900
-    """Tokens that each stream asks for; it must outlast the measurement."""
+    """Tokens that each stream asks for; it must outlast two windows."""
     prompt_len: int = 1500
     """Of the prompts that disturb; each asks for one token."""
     load: float = 0.6
     """Rate of these prompts, as a share of the capacity measured first."""
     capacity_prompts: int = 8
     window_s: float = 15.0
-    num_windows: int = 6
-    """Undisturbed and disturbed ones in turn."""
+    num_pairs: int = 3
+    """Of an undisturbed and a disturbed window."""
     seed: int = 0
     api_key: str | None = None
 
@@ -91,17 +92,18 @@ async def bench_isolation(options: IsolationOptions, clock: Clock, report: LineS
         capacity = await _capacity(server, requests, options, clock)
         rate = capacity * options.load
         report(f"prefill capacity {capacity:.3f} prompts/s; disturbing with {rate:.3f} prompts/s")
-        streams = _start_streams(server, requests, options)
-        try:
-            await _wait_for_tokens(streams, clock)
-            windows = []
-            for index in range(options.num_windows):
-                windows.append(await _window(index, rate, server, requests, options, streams, clock))
-                report(windows[-1].describe())
-        finally:
-            for task, _reader in streams:
-                task.cancel()
-            await asyncio.gather(*(task for task, _reader in streams), return_exceptions=True)
+        windows: list[Window] = []
+        for first in range(0, 2 * options.num_pairs, 2):
+            streams = _start_streams(first, server, requests, options)
+            try:
+                await _wait_for_tokens(streams, clock)
+                for index in (first, first + 1):
+                    windows.append(await _window(index, rate, server, requests, options, streams, clock))
+                    report(windows[-1].describe())
+            finally:
+                for task, _reader in streams:
+                    task.cancel()
+                await asyncio.gather(*(task for task, _reader in streams), return_exceptions=True)
     return {
         "kind": "isolation",
         "date": date.strftime("%Y%m%d-%H%M%S"),
@@ -133,8 +135,11 @@ async def _capacity(server: ServerClient, requests: RequestOptions, options: Iso
     return len(result.records) / result.duration_s
 
 
-def _start_streams(server: ServerClient, requests: RequestOptions, options: IsolationOptions) -> list[_Stream]:
-    prompts = options.prompts(options.stream_input_len, options.stream_output_len, options.num_streams, _STREAMS)
+def _start_streams(
+    index: int, server: ServerClient, requests: RequestOptions, options: IsolationOptions
+) -> list[_Stream]:
+    lengths = options.stream_input_len, options.stream_output_len
+    prompts = options.prompts(*lengths, options.num_streams, _WINDOWS + 2 * index + 1)
     readers = [StreamReader(requests.has_token_ids) for _ in prompts]
     return [
         (asyncio.ensure_future(server.send(prompt, requests, reader=reader)), reader)
@@ -175,9 +180,9 @@ async def _window(
     async def send(prompt: Prompt, queue_s: float) -> RequestRecord:
         return await server.send(prompt, requests, queue_s=queue_s)
 
-    is_disturbed = index % 2 == 1
+    is_disturbed = index % 4 in (1, 2)
     count = math.ceil(rate * options.window_s) if is_disturbed else 0
-    prompts = options.prompts(options.prompt_len, 1, count, _WINDOWS + index) if count else []
+    prompts = options.prompts(options.prompt_len, 1, count, _WINDOWS + 2 * index) if count else []
     offsets_s = arrival_offsets(count, rate, 1.0, options.seed, index) if count else []
     begin_s, cpu_s = clock.now(), time.process_time()
     end_s = begin_s + options.window_s

@@ -44,7 +44,7 @@ def run(*arguments: str, **environment: str) -> Result:
         (["serve", "--base-url", URL, "--range-ratio", "1"], "range"),
         (["engine", "--streams", "1,x"], "is no list of whole numbers"),
         (["engine", "--chunks", "0"], "0 is less than 1"),
-        (["isolation", "--base-url", URL, "--windows", "1"], "range"),
+        (["isolation", "--base-url", URL, "--pairs", "0"], "range"),
         (["report"], "Missing argument"),
     ],
 )

@@ -169,7 +169,8 @@ class Quarantine:
         by_name = bool(options.keyword or options.markexpr)
         if by_name:
             return "CI" not in os.environ
-        return bool(needs_of(item)) or options.tier in ("slow", "gpu", "rest")
+        is_sharded = options.shard[1] > 1
+        return is_sharded or bool(needs_of(item)) or options.tier in ("slow", "gpu", "rest")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

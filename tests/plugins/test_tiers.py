@@ -32,6 +32,29 @@ def test_tier_runs_what_has_the_needs_when_chosen(project: pytest.Pytester, tier
     result.stdout.fnmatch_lines([f"*test_{name} PASSED*" for name in passed])
 
 
+@pytest.mark.parametrize("tier", ["fast", "rest"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_run_each_test_once_and_ray_apart(project: pytest.Pytester, tier: str, count: int) -> None:
+    project.makepyfile(test_many="".join(f"def test_{n}(): ...\n" for n in range(40)))
+    ran: list[list[str]] = []
+    for index in range(1, count + 1):
+        result = project.runpytest_inprocess("-p", "no:randomly", "-v", f"--tier={tier}", f"--shard={index}/{count}")
+        ran.append([line.split()[0] for line in result.outlines if " PASSED" in line])
+    whole = project.runpytest_inprocess("-p", "no:randomly", "-v", f"--tier={tier}")
+    expected = [line.split()[0] for line in whole.outlines if " PASSED" in line]
+    assert sorted(name for shard in ran for name in shard) == sorted(expected)
+    if tier == "fast":
+        assert all(ran)
+    elif count > 1:
+        assert ran[-1] == ["test_each.py::test_ray"] and not any("ray" in name for shard in ran[:-1] for name in shard)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "x/2", "1/0"])
+def test_shard_is_refused_when_there_is_no_such_part(project: pytest.Pytester, text: str) -> None:
+    result = project.runpytest_inprocess(f"--shard={text}")
+    result.stderr.fnmatch_lines([f"*'{text}' is not I/N with 1 <= I <= N*"])
+
+
 def test_tier_imports_module_when_it_may_belong(project: pytest.Pytester) -> None:
     result = project.runpytest_inprocess("-p", "no:randomly", "--tier=slow")
     assert "a_module_that_is_missing" in result.stdout.str()

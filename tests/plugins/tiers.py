@@ -2,11 +2,14 @@
 
 A test without a marker is fast: Python only. The markers torch, ray, process, slow and gpu name a need (see
 pyproject.toml). `--tier` picks a set by these markers and nothing else does. A whole module of another tier is not
-even imported, so that the fast tier stays free of torch. Knows nothing about quarantine or about what a fast test may
-do.
+even imported, so that the fast tier stays free of torch. `--shard=I/N` runs one of N parts of what was picked; all
+tests that start Ray are in the last one, so that no two of them ever run at once. Knows nothing about quarantine or
+about what a fast test may do.
 """
 
+import argparse
 import ast
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +40,14 @@ MODULE_EXCLUDES: dict[str, frozenset[str]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=sorted(TIERS), default="test", help="which tests run, by what they need")
+    parser.addoption("--shard", type=_shard, default=(1, 1), metavar="I/N", help="one of N parts of these tests")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not I/N with 1 <= I <= N")
+    return int(index), int(count)
 
 
 def needs_of(item: pytest.Item) -> frozenset[str]:
@@ -65,7 +76,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     belongs = TIERS[config.getoption("--tier")]
-    others = [item for item in items if not belongs(needs_of(item))]
-    if others:
-        items[:] = [item for item in items if belongs(needs_of(item))]
-        config.hook.pytest_deselected(items=others)
+    chosen = _part([item for item in items if belongs(needs_of(item))], *config.getoption("--shard"))
+    if len(chosen) < len(items):
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = chosen
+
+
+def _part(items: list[pytest.Item], index: int, count: int) -> list[pytest.Item]:
+    """Shard `index` of `count` (from 1)."""
+    if count == 1:
+        return items
+    starts_ray = ["ray" in needs_of(item) for item in items]
+    num_other = count - any(starts_ray)
+    shards = [
+        count if ray else 1 + zlib.crc32(item.nodeid.encode()) % num_other
+        for item, ray in zip(items, starts_ray, strict=True)
+    ]
+    return [item for item, shard in zip(items, shards, strict=True) if shard == index]

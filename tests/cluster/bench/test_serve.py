@@ -138,18 +138,18 @@ class Disturbed:
 def isolation_options(url: str, **more: Any) -> IsolationOptions:
     return IsolationOptions(
         base_url=url, requests=RequestOptions(model=""), num_streams=2, prompt_len=30, capacity_prompts=4,
-        window_s=0.4, num_windows=4, **more,
+        window_s=0.4, num_pairs=2, **more,
     )  # fmt: skip
 
 
-def test_isolation_alternates_windows_and_sends_prompts_in_every_second_one() -> None:
+def test_isolation_alternates_windows_and_sends_prompts_in_every_second_one_to_new_streams() -> None:
     stage = Disturbed()
     lines: list[str] = []
     with serving(stage.server):
         result = run_bench_isolation(isolation_options(stage.server.url), SystemClock(), lines.append)
-    assert [window["is_disturbed"] for window in result["windows"]] == [False, True, False, True]
+    assert [window["is_disturbed"] for window in result["windows"]] == [False, True, True, False]
     sent = [window["prompts_sent"] for window in result["windows"]]
-    assert sent[0] == sent[2] == 0 and sent[1] > 0 and sent[3] > 0
+    assert sent[0] == sent[3] == 0 and sent[1] > 0 and sent[2] > 0
     assert 0 < result["capacity_prompts_per_s"] <= 100
     assert result["disturbing_prompts_per_s"] == pytest.approx(0.6 * result["capacity_prompts_per_s"])
     assert result["prompts"]["completed"] == sum(sent)
@@ -160,6 +160,9 @@ def test_isolation_alternates_windows_and_sends_prompts_in_every_second_one() ->
     assert len(lines) == 5
     lengths = {(len(body["prompt"]), body["max_tokens"]) for body in stage.server.bodies}
     assert lengths == {(30, 1), (64, 1900)}
+    prompts = [tuple(body["prompt"]) for body in stage.server.bodies]
+    assert len(set(prompts)) == len(prompts), "no prompt is sent twice"
+    assert sum(len(prompt) == 64 for prompt in prompts) == 2 * 2
 
 
 def test_isolation_refuses_to_speak_when_a_stream_ends_early() -> None:
