@@ -46,6 +46,8 @@ STOP_S = 17.0
 """Longer than the heartbeat, lease, credit and read timeouts; too short to be replaced."""
 LONG_STOP_S = HEARTBEAT_TIMEOUT_S + SILENT_S + 8.0
 """Long enough to be replaced."""
+RAY_DESCRIPTORS = 4
+"""A controller that was started again opens connections to Ray's processes when it first needs them."""
 NOTICED_S = 0.5
 """By then the router knows of a lost connection; what waited on it is lost, too."""
 CLEAN_S = LEASE_S + 1.0
@@ -117,7 +119,9 @@ class Struck:
         if any("did not answer" in problem for problem in problems):
             return None
         assert not problems, problems
-        busy = [f"{name}: a request in flight" for name, one in judged["members"].items() if one["books"]["in_flight"]]
+        busy = [
+            f"{name}: a request in flight" for name, one in judged["members"].items() if one["books"].get("in_flight")
+        ]
         return busy + [held for held in judged["held"] if not held.startswith(besides)]
 
     def is_whole(self) -> bool:
@@ -209,6 +213,7 @@ async def _play(struck: Struck, role: str, column: str, strike: Strike, *, is_re
     """One request, struck in this column; what became of it in the words of the page."""
     before = await _until(struck.members, "ready")
     descriptors = {one.id: one.num_descriptors() for one in before.values()}
+    descriptors["controller"] += RAY_DESCRIPTORS
     half, question, outcome = HalfSent(), _question(), Outcome(tokens=[[]])
     async with _client(struck) as client:
         if column == "selection":

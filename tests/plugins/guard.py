@@ -62,6 +62,19 @@ async def _sleep_zero(delay: float, result: object = None) -> object:
     return await _asyncio_sleep(delay, result)
 
 
+def _random_in_import(name: str) -> Callable[..., object]:
+    """A library may draw while it is imported (rich numbers its styles so); which test imports it first is chance."""
+    draw: Callable[..., object] = getattr(random, name)
+    refuse = _refuse(f"use random.{name}", "use a random.Random with a seed")
+
+    def draw_or_refuse(*args: object, **kwargs: object) -> object:
+        code = sys._getframe(1).f_code
+        is_import = code.co_name == "<module>" and "site-packages" in code.co_filename
+        return draw(*args, **kwargs) if is_import else refuse()
+
+    return draw_or_refuse
+
+
 _time_sleep = time.sleep
 _asyncio_sleep = asyncio.sleep
 
@@ -76,7 +89,7 @@ def close_doors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(time, "sleep", _sleep_in_library)
     patch.setattr(asyncio, "sleep", _sleep_zero)
     for name in set(random.__all__) - RANDOM_STATE_NAMES:
-        patch.setattr(random, name, _refuse(f"use random.{name}", "use a random.Random with a seed"))
+        patch.setattr(random, name, _random_in_import(name))
     for name in NUMPY_RANDOM_NAMES:
         patch.setattr(np.random, name, _refuse(f"use numpy.random.{name}", "use numpy.random.default_rng(seed)"))
 

@@ -6,6 +6,7 @@ import random
 import socket
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,18 @@ def test_socket_raises_when_test_is_fast() -> None:
         plain.bind(("127.0.0.1", 0))
     with socket.socket() as plain, pytest.raises(FastTestViolationError, match="connect a socket"):
         plain.connect(("127.0.0.1", 9))
+
+
+def test_library_may_draw_while_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "drawing.py").write_text("import random\nNUMBER = random.getrandbits(3)\n")
+    (tmp_path / "own_drawing.py").write_text("import random\nNUMBER = random.getrandbits(3)\n")
+    monkeypatch.syspath_prepend(library)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("drawing").NUMBER < 8
+    with pytest.raises(FastTestViolationError, match=r"use random\.getrandbits"):
+        importlib.import_module("own_drawing")
 
 
 def test_global_randomness_raises_when_test_is_fast() -> None:
