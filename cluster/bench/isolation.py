@@ -6,7 +6,6 @@ both ways. Knows nothing about files or terminals.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from cluster.bench.load import run_load, run_until
 from cluster.bench.record import RequestRecord, StreamReader
 from cluster.bench.serve import LineSink
 from cluster.bench.summary import Numbers, spread, summarise
-from cluster.bench.workload import Prompt, Workload, arrival_offsets, make_prompts
+from cluster.bench.workload import Prompt, Workload, arrivals_within, make_prompts
 from core.clock import Clock
 from core.errors import BenchError
 
@@ -27,6 +26,8 @@ STREAM_START_TIMEOUT_S = 300.0
 POLL_S = 0.05
 CAPACITY_CONCURRENCY = 2
 """Prompts under way while the capacity is measured: one computed, one waiting."""
+LEAD_PROMPTS = 2
+"""Prompts begin to arrive before a window does, by the time that so many take: it begins in the middle of things."""
 _CAPACITY, _WINDOWS = range(2)
 """Rounds of prompts; each window has two, for its prompts and for new streams."""
 
@@ -90,7 +91,10 @@ async def bench_isolation(options: IsolationOptions, clock: Clock, report: LineS
             requests = replace(requests, model=await server.first_model())
         date = datetime.now(UTC)
         capacity = await _capacity(server, requests, options, clock)
-        rate = capacity * options.load
+        rate, lead_s = capacity * options.load, LEAD_PROMPTS / capacity
+        if rate * (lead_s + options.window_s) * options.num_pairs < 1:
+            problem = f"no prompt would arrive at {rate:.3g} prompts/s; use longer or more windows"
+            raise BenchError(subject=server.base_url, problem=problem)
         report(f"prefill capacity {capacity:.3f} prompts/s; disturbing with {rate:.3f} prompts/s")
         windows: list[Window] = []
         for first in range(0, 2 * options.num_pairs, 2):
@@ -98,7 +102,7 @@ async def bench_isolation(options: IsolationOptions, clock: Clock, report: LineS
             try:
                 await _wait_for_tokens(streams, clock)
                 for index in (first, first + 1):
-                    windows.append(await _window(index, rate, server, requests, options, streams, clock))
+                    windows.append(await _window(index, rate, lead_s, server, requests, options, streams, clock))
                     report(windows[-1].describe())
             finally:
                 for task, _reader in streams:
@@ -111,7 +115,7 @@ async def bench_isolation(options: IsolationOptions, clock: Clock, report: LineS
         "model_id": requests.model,
         "capacity_prompts_per_s": capacity,
         "disturbing_prompts_per_s": rate,
-        **_numbers(windows, options),
+        **_numbers(windows, options.num_pairs * (lead_s + options.window_s)),
         "config": {k: v for k, v in asdict(options).items() if k not in ("api_key", "requests", "base_url")},
     }
 
@@ -171,6 +175,7 @@ def _require_running(streams: Sequence[_Stream]) -> None:
 async def _window(
     index: int,
     rate: float,
+    lead_s: float,
     server: ServerClient,
     requests: RequestOptions,
     options: IsolationOptions,
@@ -181,21 +186,22 @@ async def _window(
         return await server.send(prompt, requests, queue_s=queue_s)
 
     is_disturbed = index % 4 in (1, 2)
-    count = math.ceil(rate * options.window_s) if is_disturbed else 0
-    prompts = options.prompts(options.prompt_len, 1, count, _WINDOWS + 2 * index) if count else []
-    offsets_s = arrival_offsets(count, rate, 1.0, options.seed, index) if count else []
-    begin_s, cpu_s = clock.now(), time.process_time()
+    lead_s = lead_s if is_disturbed else 0.0
+    offsets_s = arrivals_within(rate, lead_s + options.window_s, options.seed, index // 2) if is_disturbed else []
+    prompts = options.prompts(options.prompt_len, 1, len(offsets_s), _WINDOWS + 2 * index) if offsets_s else []
+    begin_s, cpu_s = clock.now() + lead_s, time.process_time()
     end_s = begin_s + options.window_s
     records = await run_until(send, prompts, offsets_s, end_s, clock)
     _require_running(streams)
     gaps = [gap for _, reader in streams for gap in gaps_within(reader.token_times_s, begin_s, end_s)]
-    cpu_share = (time.process_time() - cpu_s) / (clock.now() - begin_s)
+    cpu_share = (time.process_time() - cpu_s) / (clock.now() - begin_s + lead_s)
     if not gaps:
         raise BenchError(subject="the streams", problem=f"no two tokens in a window of {options.window_s:g} s")
     return Window(is_disturbed=is_disturbed, gaps_s=gaps, records=records, cpu_share=cpu_share)
 
 
-def _numbers(windows: Sequence[Window], options: IsolationOptions) -> Numbers:
+def _numbers(windows: Sequence[Window], seconds: float) -> Numbers:
+    """`seconds`: for which prompts arrived."""
     parts: Numbers = {}
     for name, is_disturbed in (("undisturbed", False), ("disturbed", True)):
         chosen = [window for window in windows if window.is_disturbed == is_disturbed]
@@ -204,12 +210,11 @@ def _numbers(windows: Sequence[Window], options: IsolationOptions) -> Numbers:
         spent = {"num_gaps": len(gaps), "client_cpu_share": float(np.mean(shares))}
         parts[name] = spent | spread("itl", gaps, (50, 90, 99))
     records = [record for window in windows for record in window.records]
-    num_disturbed = sum(window.is_disturbed for window in windows)
     return {
         **parts,
         "median_itl_ratio": parts["disturbed"]["median_itl_ms"] / parts["undisturbed"]["median_itl_ms"],
         "p99_itl_ratio": parts["disturbed"]["p99_itl_ms"] / parts["undisturbed"]["p99_itl_ms"],
-        "prompts": summarise(records, options.window_s * num_disturbed),
+        "prompts": summarise(records, seconds),
         "windows": [
             {"is_disturbed": w.is_disturbed, "prompts_sent": len(w.records), **spread("itl", w.gaps_s, (50, 99))}
             for w in windows

@@ -98,6 +98,18 @@ def arrival_offsets(count: int, rate: float, burstiness: float, seed: int, round
     return scaled
 
 
+def arrivals_within(rate: float, seconds: float, seed: int, round_index: int) -> list[float]:
+    """Seconds after the start at which requests are due that come at random for some time, ascending.
+
+    Rounds 0, 1, 2 together have rate * seconds * 3 requests, to the nearest whole number, and so on: a Poisson process
+    given how many came.
+    """
+    count = round(rate * seconds * (round_index + 1)) - round(rate * seconds * round_index)
+    offsets = np.random.default_rng((seed, _ARRIVALS, round_index)).uniform(0.0, seconds, count)
+    due: list[float] = np.sort(offsets).tolist()
+    return due
+
+
 def _lengths(rng: np.random.Generator, length: int, workload: Workload) -> list[int]:
     low, high = math.floor(length * (1 - workload.range_ratio)), math.ceil(length * (1 + workload.range_ratio))
     lengths: list[int] = rng.integers(max(low, 1), high, endpoint=True, size=workload.num_prompts).tolist()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cluster.bench.workload import Workload, arrival_offsets, make_prompts, make_warm_ups
+from cluster.bench.workload import Workload, arrival_offsets, arrivals_within, make_prompts, make_warm_ups
 
 
 def test_prompts_have_the_stated_lengths_and_ids_when_random() -> None:
@@ -75,3 +75,13 @@ def test_gaps_are_even_when_burstiness_is_infinite_and_zero_when_the_rate_is() -
 def test_rates_are_refused_when_not_positive(rate: float, burstiness: float) -> None:
     with pytest.raises(ValueError, match="positive"):
         arrival_offsets(3, rate, burstiness, seed=0)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.11, 15.0), (0.05, 15.0), (3.0, 2.0)])
+def test_rounds_together_have_the_whole_load_when_arrivals_are_random(rate: float, seconds: float) -> None:
+    rounds = [arrivals_within(rate, seconds, 3, index) for index in range(200)]
+    assert sum(map(len, rounds)) == round(rate * seconds * 200)
+    assert max(map(len, rounds)) - min(map(len, rounds)) <= 1
+    due = np.concatenate(rounds)
+    assert due.min() >= 0 and due.max() < seconds and abs(due.mean() / seconds - 0.5) < 0.1
+    assert all(offsets == sorted(offsets) for offsets in rounds) and rounds[0] != rounds[1]
