@@ -56,9 +56,12 @@ class Answer:
 
 
 def open_client(url: str) -> httpx.Client:
-    """A client of the API at `url`, direct, whatever proxy the environment names."""
+    """A client of the API at `url`, direct, whatever proxy the environment names. Raises ClusterError for no URL."""
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+    try:
+        return httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ClusterError(name=url, problem=f"is no URL: {error}") from error
 
 
 def fetch_model_name(client: httpx.Client) -> str:
@@ -87,7 +90,7 @@ def stream_answer(
         if not response.is_success:
             response.read()
         _require_success(client, response)
-        for chunk in _chunks(client, response.iter_lines()):
+        for chunk in _chunks(client, _lines(response)):
             last = chunk if chunk.get("usage") else last
             for choice in chunk.get("choices", ()):
                 if piece := choice.get("delta", {}).get("content"):
@@ -118,6 +121,14 @@ def _request(model: str, messages: Sequence[Mapping[str, str]], options: ChatOpt
         "json": {key: value for key, value in body.items() if value is not None},
         "headers": {TIMING_HEADER: "true"} if options.has_timing else {},
     }
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Lines as server-sent events have them: text may hold other characters that Python takes for ends of lines."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.decode().removesuffix("\r") for line in lines)
 
 
 def _chunks(client: httpx.Client, lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:

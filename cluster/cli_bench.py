@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -108,6 +109,13 @@ def _base_urls(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise click.BadParameter(f"{url!r} begins with neither http:// nor https://", ctx, param)
+        try:
+            urlsplit(url).port  # noqa: B018  (it is parsed when it is asked for)
+        except ValueError as error:
+            raise click.BadParameter(f"{url!r} is no URL: {error}", ctx, param) from error
+    if len(set(url.rstrip("/") for url in urls)) < len(urls):
+        problem = "names the same server twice: the second would be asked what the first has in its cache"
+        raise click.BadParameter(problem, ctx, param)
     return urls
 
 

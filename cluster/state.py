@@ -93,9 +93,13 @@ class StateStore:
 
     def directory(self, name: str) -> Path:
         """The cluster's directory, made if needed, private to its owner."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = self.root / name
-        directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            problem = f"its directory {directory} cannot be made ({error.strerror}); set {STATE_VARIABLE} to another"
+            raise ClusterError(name=name, problem=problem) from error
         return directory
 
     def log_dir(self, name: str) -> Path:

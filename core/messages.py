@@ -212,6 +212,7 @@ class PullDone(RequestMessage, frozen=True, kw_only=True):
 
     lease_id: LeaseId
     num_blocks: int
+    """Blocks of tokens of which anything was read, however many groups of layers have one."""
     num_bytes: int
     transfer_s: float
     """Time from the final offer's arrival to the commit: what the transfer added to the time to first token."""

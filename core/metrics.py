@@ -124,7 +124,7 @@ def _view(
 
 
 def _process(name: str, kind: MetricKind, unit: str, help: str) -> Metric:
-    return Metric(name=name, kind=kind, unit=unit, help=help, owner="process")
+    return Metric(name=name, kind=kind, unit=unit, help=help, labels=("router",), owner="process")
 
 
 ROUTER_METRICS = (

@@ -185,8 +185,6 @@ class Intake:
             self._fail(reception, "transfer_failed", pulls.reason)
         elif pulls:
             self._submit(reception, pulls)
-        elif session.is_complete:
-            self._commit(reception, now)
 
     def _submit(self, reception: Reception, pulls: Sequence[BlockPull]) -> None:
         assert reception.session is not None
@@ -238,7 +236,7 @@ class Intake:
             request_id=reception.submit.request_id,
             attempt=reception.submit.attempt,
             lease_id=session.lease_id,
-            num_blocks=len(reception.targets),
+            num_blocks=len(reception.hashes) - reception.block_indexes[len(reception.held)],
             num_bytes=reception.num_bytes,
             transfer_s=now - final_s,
             read_s=reception.read_s,
@@ -268,7 +266,9 @@ class Intake:
         for reception in list(self._active.values()):
             session = reception.session
             assert session is not None
-            if session.deadline_s <= now:
+            if session.is_complete:  # the final offer had no new blocks
+                self._commit(reception, now)
+            elif session.deadline_s <= now:
                 self._lapse(reception, session)
             elif session.in_flight and reception.read_deadline_s <= now:
                 self._fail(reception, "transfer_failed", f"a read did not end within {READ_HOPELESS_S:g} s")

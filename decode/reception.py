@@ -20,6 +20,8 @@ class Reception:
     router: RouterId
     keys: list[BlockHash]
     """Of the demand's entries."""
+    block_indexes: list[int]
+    """Of the demand's entries: which of the prompt's blocks of tokens they belong to."""
     hashes: list[BlockHash]
     """Of the prompt's full blocks."""
     received_s: float

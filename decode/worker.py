@@ -152,6 +152,7 @@ class DecodeWorker:
                 submit=message,
                 router=source,
                 keys=[group_hash(hashes[index], group) for group, index in entries],
+                block_indexes=[index for _group, index in entries],
                 hashes=hashes,
                 received_s=now,
                 deadline_s=now + request.deadline_s,

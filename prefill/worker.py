@@ -225,6 +225,7 @@ class PrefillWorker:
             self._mark_started(item.sequence, now)
             self._offer_final_blocks(item, now)
         self._serving.serve_hint(self._leases.num_leases > 0)
+        self._serving.poll()  # nothing is read here; it raises when nobody can read from here any more
         self._meter.lap("apply")
         return plan is not None or bool(progress)
 

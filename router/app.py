@@ -57,7 +57,7 @@ def _handlers(service: RouterService) -> dict[str, Handler]:
         "chat_completions": generate.chat_completions,
         "tokenize": tokens.tokenize,
         "detokenize": tokens.detokenize,
-        "abort": AbortEndpoint(service).abort,
+        "abort": AbortEndpoint(service, work).abort,
         "models": operate.models,
         "model": operate.model,
         "health": operate.health,

@@ -35,6 +35,8 @@ from router.sse import DONE, EventStream, encode_event, run_until_disconnect
 
 LARGE_BODY_BYTES = 16 * 1024
 """Larger bodies are parsed and tokenised on another thread, so that other requests go on meanwhile."""
+LARGE_ANSWER_ENTRIES = 4096
+"""Whole answers with more token ids and logprobs are written on another thread, too."""
 _TIMING_HEADER = "x-pdcluster-timing"
 
 Events = AsyncGenerator[IndexedEvent, None]
@@ -57,11 +59,21 @@ class BodyWork:
         """
         async with self._bodies.body(http) as body:
             is_large = len(body) > LARGE_BODY_BYTES
-            request = await asyncio.to_thread(parse_request, kind, body) if is_large else parse_request(kind, body)
+            request = await _parse(kind, body)
             max_model_len = self._service.pool.require_max_model_len()
             if is_large:
                 return request, await asyncio.to_thread(prepare, request, max_model_len)
             return request, prepare(request, max_model_len)
+
+    async def parse(self, http: Request, kind: type[AnyRequest]) -> AnyRequest:
+        """The request alone. Raises a PdclusterError for the body and its fields."""
+        async with self._bodies.body(http) as body:
+            return await _parse(kind, body)
+
+
+async def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    is_large = len(body) > LARGE_BODY_BYTES
+    return await asyncio.to_thread(parse_request, kind, body) if is_large else parse_request(kind, body)
 
 
 class GenerateEndpoints:
@@ -167,15 +179,14 @@ class TokenEndpoints:
 class AbortEndpoint:
     """POST /abort_requests."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, work: BodyWork) -> None:
         self._service = service
-        self._bodies = BodyReader()
+        self._work = work
 
     async def abort(self, http: Request) -> Response:
         """Ends what this router process serves under the ids; another process of the same port is not asked."""
         require_request_id(http)
-        async with self._bodies.body(http) as body:
-            request = parse_request(AbortRequest, body)
+        request = await self._work.parse(http, AbortRequest)
         num_aborted = sum(self._service.abort(request_id) for request_id in dict.fromkeys(request.request_ids))
         return Response(AbortResponse(num_aborted=num_aborted).to_json(), media_type="application/json")
 
@@ -189,7 +200,13 @@ async def collect(options: AnswerOptions, writer: AnswerWriter, events: Events) 
             summaries.append(event)
         else:
             choices[prompt * options.num_children + event.child].add(event)
-    return writer.whole(choices, summaries).to_json()
+
+    def write() -> str:
+        return writer.whole(choices, summaries).to_json()
+
+    num_entries = sum(len(choice.token_ids) * (1 + options.num_top_logprobs) for choice in choices)
+    num_entries += len(choices) * sum(len(prompt.token_ids) for prompt in options.prompts) * options.return_token_ids
+    return await asyncio.to_thread(write) if num_entries > LARGE_ANSWER_ENTRIES else write()
 
 
 async def stream(

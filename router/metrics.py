@@ -74,7 +74,7 @@ class RouterMetrics:
             self._register(metric)
         self._audit_problems: dict[WorkerId, int] = {}
         self._registry.register(WorkerCollector(router_id, model_name, workers, self._audit_problems))
-        self._registry.register(ProcessCollector())
+        self._registry.register(ProcessCollector(router_id))
 
     def _register(self, metric: Metric) -> None:
         """Make a metric and each of its series, so that all are there from the start. Those of a metric with an open
@@ -143,7 +143,8 @@ class RouterMetrics:
     def finished(self, request: Request, arrived_s: float, timing: Timing, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended well."""
         self._observe("pdcluster_e2e_seconds", timing.total_s)
-        self._observe("pdcluster_tpot_seconds", timing.tpot_s)
+        if any(choice.num_tokens > 1 for choice in choices):
+            self._observe("pdcluster_tpot_seconds", timing.tpot_s)
         for phase, seconds in timing.phases().items():
             if seconds is not None:
                 self._observe("pdcluster_phase_seconds", seconds, phase)

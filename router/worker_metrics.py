@@ -99,12 +99,16 @@ _VLLM_COUNTERS = {
 class ProcessCollector(Collector):
     """Prometheus' own collector of this process, as far as the catalogue goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: RouterId) -> None:
+        self._router = router
         self._inner = prometheus_client.ProcessCollector(registry=None)
         self._names = {metric.name.removesuffix("_total") for metric in PROCESS_METRICS}
 
     def collect(self) -> Iterable[Family]:
-        return [family for family in self._inner.collect() if family.name in self._names]
+        families = [family for family in self._inner.collect() if family.name in self._names]
+        for family in families:
+            family.samples = [one._replace(labels={**one.labels, "router": self._router}) for one in family.samples]
+        return families
 
 
 def _counts(name: str, report: Mapping[str, float]) -> tuple[float, ...]:

@@ -124,13 +124,16 @@ async def bench_served(options: ServedOptions, clock: Clock, report: LineSink) -
 
 
 def seconds_per_token(records: Sequence[RequestRecord]) -> float:
-    """TPOT of one stream; of several the mean gap while all of them decode, 0 when they never do."""
+    """TPOT of one stream; of several the mean gap while all of them decode. Raises BenchError when they never do."""
     if len(records) == 1:
         return records[0].tpot_s or 0.0
     begin = max(record.token_times_s[0] for record in records)
     end = min(record.token_times_s[-1] for record in records)
     gaps = [gap for record in records for gap in gaps_within(record.token_times_s, begin, end)]
-    return statistics.mean(gaps) if gaps else 0.0
+    if not gaps:
+        problem = "never decoded together; ask for fewer --streams, or serve with a larger decode.max_running"
+        raise BenchError(subject=f"{len(records)} streams", problem=problem)
+    return statistics.mean(gaps)
 
 
 async def _serve(

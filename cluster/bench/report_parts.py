@@ -4,6 +4,7 @@ Every text from a file passes `cell` or the charts, which escape it. Knows nothi
 """
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,14 +93,19 @@ def _serve_charts(runs: Sequence[Numbers], charts: Charts) -> list[str]:
                 drawn.append(charts.lines(f"{value} by {label}", label, value, series))
     names = [str(run["run"]) for run in runs]
     for name in ("ttft", "itl"):
-        stats = {stat: [float(run.get(f"{stat}_{name}_ms") or 0) for run in runs] for stat in ("median", "p99")}
+        stats = {stat: [_bar(run.get(f"{stat}_{name}_ms")) for run in runs] for stat in ("median", "p99")}
         drawn.append(charts.bars(f"{name.upper()}, ms", "ms", names, stats))
         if curves := _curves(runs, name):
             drawn.append(charts.lines(f"{name.upper()}: share of samples", "ms", "share", curves, has_points=False))
     if any(run.get("request_goodput") is not None for run in runs):
-        goodput = {key: [float(run.get(key) or 0) for run in runs] for key in ("request_throughput", "request_goodput")}
+        goodput = {key: [_bar(run.get(key)) for run in runs] for key in ("request_throughput", "request_goodput")}
         drawn.append(charts.bars("Requests per second, and good ones", "1/s", names, goodput))
     return drawn
+
+
+def _bar(value: float | None) -> float:
+    """What was not measured has no bar."""
+    return math.nan if value is None else float(value)
 
 
 def _by_load(runs: Sequence[Numbers], key: str, value: str) -> dict[str, tuple[list[float], list[float]]]:

@@ -69,9 +69,13 @@ def one_line(numbers: Mapping[str, Any]) -> str:
     """What matters most of one run."""
     return (
         f"{numbers['completed']} completed, {numbers['failed']} failed in {numbers['duration']:.1f} s; "
-        f"{numbers['output_throughput']:.1f} output tokens/s, median TTFT {numbers['median_ttft_ms']:.1f} ms, "
-        f"TPOT {numbers['median_tpot_ms']:.1f} ms, ITL {numbers['median_itl_ms']:.1f} ms"
+        f"{numbers['output_throughput']:.1f} output tokens/s, median TTFT {_ms(numbers['median_ttft_ms'])}, "
+        f"TPOT {_ms(numbers['median_tpot_ms'])}, ITL {_ms(numbers['median_itl_ms'])}"
     )
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
 
 
 def num_failed(result: Mapping[str, Any]) -> int:

@@ -40,7 +40,7 @@ def summarise(
     objectives: Objectives | None = None,
     percentiles: Sequence[float] = (50, 90, 99),
 ) -> Numbers:
-    """The numbers of one run that took `duration_s`. Latencies are of complete requests; 0 when there are none."""
+    """The numbers of one run that took `duration_s`. Latencies are of complete requests; None when there are none."""
     complete = [record for record in records if record.is_complete]
     num_input = sum(record.num_prompt_tokens for record in complete)
     num_output = sum(record.num_output_tokens for record in complete)
@@ -78,17 +78,20 @@ def latencies(complete: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def spread(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> Numbers:
-    """mean_, median_, std_ and percentiles of `<name>_ms`, and 101 quantiles from least to greatest for its curve."""
-    values = np.array(seconds or [0.0]) * 1000
-    numbers: Numbers = {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-    }
-    for percentile in percentiles:
-        numbers[f"p{percentile:g}_{name}_ms"] = float(np.percentile(values, percentile))
+    """mean_, median_, std_ and percentiles of `<name>_ms`, and 101 quantiles from least to greatest for its curve.
+
+    Without any values: None, and no quantiles.
+    """
+    keys = [
+        f"{stat}_{name}_ms" for stat in ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
+    ]
+    if not seconds:
+        return {**dict.fromkeys(keys), f"{name}_quantiles_ms": []}
+    values = np.array(seconds) * 1000
+    found = [values.mean(), np.median(values), values.std(), *(np.percentile(values, one) for one in percentiles)]
+    numbers: Numbers = dict(zip(keys, map(float, found), strict=True))
     ranks = np.linspace(0, 100, QUANTILE_STEPS + 1)
-    numbers[f"{name}_quantiles_ms"] = np.percentile(values, ranks).tolist() if len(seconds) else []
+    numbers[f"{name}_quantiles_ms"] = np.percentile(values, ranks).tolist()
     return numbers
 
 

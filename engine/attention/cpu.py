@@ -16,9 +16,9 @@ KEY_UNIT before it, so that the kernel cuts the keys at the same positions howev
     keys:    0        KEY_UNIT       2 * KEY_UNIT    3 * KEY_UNIT
     piece:            [ not needed )[ window and chunk )[ padding )
 
-Blocks that are not needed may be anybody's; what they hold is masked. Groups of layers with the same window share
-everything but the block ids. Written for the CPU's kernel; it runs unchanged on other devices. Knows nothing about
-weights.
+Masked places are filled with the sequence's own last block, never with another's: a masked number adds nothing, but
+what is no number would (0 * NaN). Groups of layers with the same window share everything but the block ids. Written for
+the CPU's kernel; it runs unchanged on other devices. Knows nothing about weights.
 """
 
 import math
@@ -52,6 +52,10 @@ class Span:
     starts: IntArray
     """Per sequence, the index of the first block gathered, in its block table."""
     num_blocks: int
+    needed: IntArray
+    """Per sequence, the index of the first block that its tokens attend to."""
+    ends: IntArray
+    """Per sequence, the index after the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +128,21 @@ class CpuAttention:
         counts = np.diff(plan.query_start)
         unit = self._block_unit
         positions = (plan.context_lengths - counts).tolist()
-        needed = [group.needed_blocks(position, self._block_size).start for position in positions]
-        starts = np.array(needed, dtype=np.int32) // unit * unit
-        num_blocks = -(-plan.context_lengths // (self._block_size * unit)) * unit - starts
+        firsts = [group.needed_blocks(position, self._block_size).start for position in positions]
+        needed = np.array(firsts, dtype=np.int32)
+        starts = needed // unit * unit
+        ends = -(-plan.context_lengths // self._block_size)
+        num_blocks = -(-ends // unit) * unit - starts
         for first, end in self._neighbours(counts, num_blocks):
-            blocks = int(num_blocks[first:end].max())
-            yield Span(first=first, end=end, starts=starts[first:end], num_blocks=blocks)
+            part = slice(first, end)
+            yield Span(
+                first=first,
+                end=end,
+                starts=starts[part],
+                num_blocks=int(num_blocks[part].max()),
+                needed=needed[part],
+                ends=ends[part],
+            )
 
     def _neighbours(self, counts: IntArray, num_blocks: IntArray) -> Iterator[tuple[int, int]]:
         """Half-open ranges of sequences that make one piece: at most half as many masked blocks as real ones."""
@@ -147,11 +160,13 @@ class CpuAttention:
         yield first, len(counts)
 
     def _part_rows(self, tables: IntArray, span: Span) -> tuple[torch.Tensor, ...]:
-        """tables: [S, M] of one group. What lies beyond a table is gathered from block 0 and masked."""
+        """tables: [S, M] of one group. In the place of what is not needed, a sequence's own last block is gathered, and
+        masked: another's may be the target of a read at this moment, and hold what is no number.
+        """
         columns = span.starts[:, None] + np.arange(span.num_blocks)
-        inside = np.minimum(columns, tables.shape[1] - 1)
-        block_ids = np.take_along_axis(tables[span.first : span.end], inside, axis=1).astype(np.int64)
-        block_ids[columns != inside] = 0
+        is_needed = (span.needed[:, None] <= columns) & (columns < span.ends[:, None])
+        columns = np.where(is_needed, columns, span.ends[:, None] - 1)
+        block_ids = np.take_along_axis(tables[span.first : span.end], columns, axis=1).astype(np.int64)
         return self._cache.part_rows(torch.from_numpy(block_ids.reshape(-1)).to(self._cache.device))
 
     def _piece(self, plan: StepPlan, span: Span, window: int | None, dtype: torch.dtype) -> Piece:

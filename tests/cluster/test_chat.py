@@ -51,6 +51,18 @@ def test_answer_is_shown_piece_by_piece_when_it_streams() -> None:
     assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.timing) == (9, 2, TIMING)
 
 
+def test_answer_is_whole_when_it_has_other_ends_of_lines() -> None:
+    """U+2028 and U+0085 end a line for Python, and not in a stream of events; JSON may hold them as they are."""
+    text = "a\u2028b\u0085c"
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}, ensure_ascii=False)
+    assert ask(serve_text(f"data: {chunk}\r\n\r\n{DONE}"))[1] == [text]
+
+
+def test_url_is_refused_when_it_is_none() -> None:
+    with pytest.raises(ClusterError, match=r"http://localhost:abc.*is no URL"):
+        open_client("http://localhost:abc")
+
+
 def test_only_given_options_are_sent_when_others_are_left_to_the_server() -> None:
     sent: list[httpx.Request] = []
 

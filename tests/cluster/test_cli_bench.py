@@ -27,6 +27,8 @@ def run(*arguments: str, **environment: str) -> Result:
         (["serve"], "Missing option '--base-url'"),
         (["serve", "--base-url", "localhost:8000"], "begins with neither http:// nor https://"),
         (["serve", *(["--base-url", URL] * 3)], "is given more than twice"),
+        (["serve", "--base-url", "http://localhost:abc"], "is no URL"),
+        (["serve", "--base-url", URL, "--base-url", f"{URL}/"], "names the same server twice"),
         (["serve", "--base-url", URL, "--request-rate", "0"], "0 is not positive"),
         (["serve", "--base-url", URL, "--request-rate", "nan"], "nan is not positive"),
         (["serve", "--base-url", URL, "--burstiness", "x"], "neither a number nor inf"),

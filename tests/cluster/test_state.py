@@ -112,3 +112,9 @@ def test_root_is_the_environment_s_when_it_names_one(tmp_path: Path, monkeypatch
     monkeypatch.delenv("PDCLUSTER_STATE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert StateStore.default().root == tmp_path / ".local" / "state" / "pdcluster"
+
+
+def test_error_names_the_directory_when_it_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClusterError, match=r"file/demo cannot be made .*PDCLUSTER_STATE"):
+        StateStore(tmp_path / "file").directory("demo")

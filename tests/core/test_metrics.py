@@ -41,7 +41,7 @@ def test_metric_follows_the_naming_rules(metric: Metric) -> None:
         assert metric.unit in metric.name, f"the name does not carry its unit {metric.unit}"
     if metric.name.startswith("vllm:"):
         assert metric.labels[:2] == ("model_name", "engine")
-    assert ("router" in metric.labels) == (metric.owner != "process")
+    assert "router" in metric.labels
 
 
 def test_names_are_unique() -> None:

@@ -104,6 +104,32 @@ def test_offer_that_says_only_that_it_is_the_last_completes_the_pull(make_pair: 
     pair.assert_nothing_held()
 
 
+def test_cancel_and_next_attempt_are_heeded_right_after_an_offer_that_completes_the_pull(make_pair: MakePair) -> None:
+    """TX-2: the pull is complete in the middle of a batch of messages; the messages after it find the request."""
+    pair = make_pair()
+    finals: list[Offer] = []
+
+    def split(message: Any) -> bool:
+        if not isinstance(message, Offer):
+            return False
+        fields = {name: getattr(message, name) for name in message.__struct_fields__}
+        pair.decode.handle(ROUTER, Offer(**{**fields, "is_final": False}), pair.clock.now())
+        finals.append(message)
+        return True
+
+    pair.drop = split
+    pair.submit("r", _prompt(33))
+    pair.run()
+    pair.decode.handle(ROUTER, finals[0], pair.clock.now())
+    pair.decode.handle(ROUTER, Cancel(request_id=RequestId("r"), attempt=Attempt(0)), pair.clock.now())
+    pair.drop = lambda message: False
+    pair.run()
+    assert "r" not in pair.outputs
+    pair.clock.advance(20.0)
+    pair.run()
+    pair.assert_nothing_held()
+
+
 def test_request_fails_early_when_a_read_never_ends(make_pair: MakePair) -> None:
     """RQ-2: its destinations stay bound until the peer is gone, the request does not wait for that."""
     pair = make_pair()

@@ -8,6 +8,7 @@ import pytest
 
 from core.ids import RequestId
 from core.layout import FULL_ATTENTION, Windows
+from core.messages import PullDone
 from decode import worker as decode_module
 from kvtransfer.plan import demand
 from kvtransfer.transport.memory import MemoryFaults
@@ -48,6 +49,18 @@ def test_window_moves_less_than_full_attention(make_pair: MakePair) -> None:
         pair.run()
         moved[windows] = pair.count("decode", "pdcluster_pulled_blocks_total")
     assert moved == {(None, None): 28, (None, 6): 16}
+
+
+@pytest.mark.parametrize("windows", LAYOUTS)
+def test_pulled_blocks_are_counted_once_however_many_groups_have_one(make_pair: MakePair, windows: Windows) -> None:
+    pair = make_pair(num_blocks=160, windows=windows)
+    beginning = list(range(20))
+    for name, ending in (("first", [1] * 16), ("second", [2] * 16)):
+        pair.submit(name, beginning + ending)
+        pair.run()
+    done = [message.num_blocks for message in pair.messages if isinstance(message, PullDone)]
+    indexes = [index for _group, index in demand(36, windows, BLOCK)]
+    assert done == [8 - indexes[0], 8 - next(index for index in indexes if index >= 5)]
 
 
 @pytest.mark.parametrize("windows", LAYOUTS)

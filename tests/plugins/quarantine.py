@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.tiers import needs_of
+from tests.plugins.tiers import LEFT_OUT
 
 QUARANTINE_DAYS_MAX = 30
 PASSES_MAX = 5
@@ -166,11 +166,9 @@ class Quarantine:
         options = item.config.option
         if options.deselect:
             return False
-        by_name = bool(options.keyword or options.markexpr)
-        if by_name:
-            return "CI" not in os.environ
-        is_sharded = options.shard[1] > 1
-        return is_sharded or bool(needs_of(item)) or options.tier in ("slow", "gpu", "rest")
+        if item.nodeid in item.config.stash.get(LEFT_OUT, frozenset()):
+            return True
+        return bool(options.keyword or options.markexpr) and "CI" not in os.environ
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -209,3 +209,24 @@ def test_session_passes_when_the_tests_without_a_need_are_left_to_the_other_gate
     result = run(project, source, "", "--tier=rest")
     result.assert_outcomes(passed=1, deselected=1)
     assert result.ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--tier=rest",), ("--tier=fast", "--shard=1/1"), ("--tier=test", "--shard=1/2")]
+)
+def test_session_fails_when_somebody_else_leaves_a_test_out(
+    project: pytest.Pytester, arguments: tuple[str, ...]
+) -> None:
+    """Whatever tier and shard run: only what these two leave out is excused."""
+    (project.path / "conftest.py").write_text(
+        (project.path / "conftest.py").read_text()
+        + "\ndef pytest_collection_modifyitems(config, items):\n"
+        + "    gone = [item for item in items if item.name.startswith('test_gone')]\n"
+        + "    items[:] = [item for item in items if item not in gone]\n"
+        + "    config.hook.pytest_deselected(items=gone)\n"
+    )
+    many = "\n".join(f"def test_gone_{n}(): ...\ndef test_kept_{n}(): ..." for n in range(4))
+    source = f"import pytest\npytestmark = pytest.mark.torch\n{many}" if "--tier=rest" in arguments else many
+    result = run(project, source, "", *arguments)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*test_gone_0: deselected*"])

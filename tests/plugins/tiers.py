@@ -38,6 +38,10 @@ MODULE_EXCLUDES: dict[str, frozenset[str]] = {
 """By tier: a module marked as a whole with one of these needs is not collected."""
 
 
+LEFT_OUT = pytest.StashKey[frozenset[str]]()
+"""Of a session: the tests of other tiers and other shards."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=sorted(TIERS), default="test", help="which tests run, by what they need")
     parser.addoption("--shard", type=_shard, default=(1, 1), metavar="I/N", help="one of N parts of these tests")
@@ -79,7 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = _part([item for item in items if belongs(needs_of(item))], *config.getoption("--shard"))
     if len(chosen) < len(items):
         kept = set(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        others = [item for item in items if item not in kept]
+        config.stash[LEFT_OUT] = frozenset(item.nodeid for item in others)
+        config.hook.pytest_deselected(items=others)
         items[:] = chosen
 
 

@@ -225,6 +225,21 @@ def test_latencies_are_of_each_choice_when_there_are_several() -> None:
     assert scraped.value("pdcluster_output_tokens_total") == 5
 
 
+def test_time_per_output_token_is_nobody_s_when_there_is_one_token() -> None:
+    metrics = make_metrics()
+    request = Request(request_id=RequestId("r"), token_ids=(1,), sampling=SamplingParams(max_tokens=2))
+    for times in ([1.0], [1.0, 2.0]):
+        choices = finished_choices(metrics, [times])
+        timing = Timing(
+            queue_s=0.0, credit_s=0.0, prefill_s=None, transfer_s=None, tail_s=1.0, decode_s=times[-1] - 1.0,
+            retry_s=0.0, prefill_queue_s=None, tail_queue_s=0.0, ttft_s=1.0, tpot_s=0.0, total_s=times[-1],
+        )  # fmt: skip
+        metrics.finished(request, 0.0, timing, choices)
+    scraped = Scraped(metrics)
+    assert scraped.value("pdcluster_tpot_seconds_count") == 1
+    assert scraped.value("vllm:request_time_per_output_token_seconds_count") == 1
+
+
 def test_gap_is_one_when_a_message_brings_several_tokens() -> None:
     metrics = make_metrics()
     choice = ChoiceTimes()

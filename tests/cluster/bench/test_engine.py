@@ -82,4 +82,7 @@ def test_gaps_count_only_while_all_streams_decode() -> None:
         for times in ([1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 3.0, 9.0])
     )
     assert engine.seconds_per_token([first]) == 1.0
+    last = RequestRecord(started_s=0.0, num_prompt_tokens=1, num_output_tokens=2, token_times_s=[5.0, 6.0])
+    with pytest.raises(BenchError, match=r"2 streams: never decoded together.*decode\.max_running"):
+        engine.seconds_per_token([first, last])
     assert engine.seconds_per_token([first, second]) == pytest.approx((1 + 1 + 0.5 + 0.5) / 4)

@@ -92,10 +92,12 @@ def test_peaks_are_per_second_from_the_first_start() -> None:
     assert numbers["max_concurrent_requests"] == 2
 
 
-def test_numbers_are_zero_when_everything_failed() -> None:
+def test_latencies_are_absent_when_everything_failed() -> None:
     numbers = summarise([FAILED], 1.0, Objectives(limits_ms={"ttft": 1e9}))
     assert (numbers["completed"], numbers["failed"], numbers["output_throughput"]) == (0, 1, 0)
-    assert (numbers["request_goodput"], numbers["slo_attainment"], numbers["p99_ttft_ms"]) == (0.0, 0.0, 0.0)
+    assert (numbers["request_goodput"], numbers["slo_attainment"], numbers["p99_ttft_ms"]) == (0.0, 0.0, None)
+    assert {numbers[f"{stat}_{name}_ms"] for stat in ("mean", "median", "std") for name in ("tpot", "e2el")} == {None}
+    assert ratios(numbers, numbers)["median_ttft_ms"] is None
     assert numbers["ttft_quantiles_ms"] == []
 
 

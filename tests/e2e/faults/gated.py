@@ -274,6 +274,7 @@ def _given_up(blocks: list[BlockId], peer: Peer) -> Reception:
         submit=submit,
         router=RouterId("nobody"),
         keys=[],
+        block_indexes=[],
         hashes=[],
         received_s=0.0,
         deadline_s=HOLD_S,
