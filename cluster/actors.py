@@ -23,6 +23,8 @@ EXIT_ENDED = 70
 STOP_TIMEOUT_S = 60.0
 AUDIT_TIMEOUT_S = 15.0
 """Longer than the controller waits for its routers."""
+LOGGERS = ("pdcluster", "router")
+"""Names that the product's own loggers begin with."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger("pdcluster.actor")
@@ -187,13 +189,16 @@ class ControllerHost:
 
 
 def open_log(log_dir: Path, name: str) -> IO[str]:
-    """Log to `log_dir/name.log`, appended, and put the stacks of a fatal signal there too."""
+    """Log to `log_dir/name.log`, appended, and put the stacks of a fatal signal there too: what the product says from
+    INFO on, and the warnings and errors of everybody (libraries, asyncio's lost exceptions).
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log_dir / f"{name}.log")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    root = logging.getLogger("pdcluster")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] in LOGGERS)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
     stream = handler.stream
     assert stream is not None, "the file was opened at once"
     faulthandler.enable(stream)

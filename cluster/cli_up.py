@@ -119,7 +119,12 @@ def _wait_until_ready(
     deadline_s = timer.now() + READY_TIMEOUT_S
     progress = ProgressLines(timer.now())
     while timer.now() < deadline_s:
-        status = build_status(launcher.status(record))
+        try:
+            status = build_status(launcher.status(record))
+        except ClusterError as error:  # the controller starts again, or everybody is busy starting
+            report(str(error))
+            timer.wait(POLL_S)
+            continue
         for line in progress.lines(status, timer.now()):
             report(line)
         if status["state"] == "failed":
@@ -137,8 +142,7 @@ def _wait_until_ready(
 
 def watch(record: ClusterRecord, launcher: Launcher, store: StateStore, timer: Timer, report: Report) -> None:
     """Report every change until another command ends the cluster, or its processes are gone (ClusterError)."""
-    progress = ProgressLines(timer.now())
-    progress.lines(build_status(launcher.status(record)), timer.now())
+    progress: ProgressLines | None = None
     while store.read(record.name) == record:
         if is_stale(record):
             store.remove(record.name)
@@ -148,8 +152,11 @@ def watch(record: ClusterRecord, launcher: Launcher, store: StateStore, timer: T
         except ClusterError as error:
             report(str(error))  # requests go on without the controller; the next round asks again
         else:
+            is_first = progress is None
+            progress = progress or ProgressLines(timer.now())
             for line in progress.lines(status, timer.now()):
-                report(line)
+                if not is_first:
+                    report(line)
         timer.wait(WATCH_S)
     report(f"cluster {record.name} was ended by another command")
 

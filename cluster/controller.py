@@ -155,6 +155,8 @@ class Controller:
                 logger.warning("nothing observed: %s", problem)
             self._status = {**self._status, "controller": self._describe_self(problem)}
             return
+        if self._is_stopping:
+            return
         observed, self._problems = observed + self._problems, []
         # 2. Decide.
         decision = decide(self._target, self._states, self._listen(observed), self._clock.now())

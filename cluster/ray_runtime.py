@@ -109,9 +109,8 @@ class RayRuntime:
         await asyncio.to_thread(self._start, RouterActor, spec, options, 1)
 
     async def observe(self) -> list[Observed]:
-        if self._observing is not None and not self._observing.done():
-            raise ClusterError(name=self._config.name, problem="Ray does not answer")
-        self._observing = asyncio.ensure_future(asyncio.to_thread(self._observe))
+        if self._observing is None or self._observing.done():
+            self._observing = asyncio.ensure_future(asyncio.to_thread(self._observe))
         return await asyncio.shield(self._observing)
 
     async def stop(self, member_id: MemberId, epoch: Epoch) -> None:

@@ -113,9 +113,10 @@ class Doorway:
         self._heard_s[hello.sender] = self._clock.now()
         if older is not None:
             self._inbox.put(hello.sender, [None])
-            await older.close("replaced by a newer link of the same sender")
         try:
-            link.send([self._welcome, self._status])
+            link.send([self._welcome, self._status])  # before anything is waited for: heartbeats come after it
+            if older is not None:
+                await older.close("replaced by a newer link of the same sender")
             while True:
                 frame = await link.receive()
                 if self._links.get(hello.sender) is not link:  # what a replaced link still brings is nobody's

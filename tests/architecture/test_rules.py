@@ -40,7 +40,7 @@ layers = ["router", "core"]
     "router/app.py": '"""An app."""\nfrom core.errors import CoreError\n',
     "scripts/test": "#!/usr/bin/env bash\npytest tests/core\n",
     "scripts/check": "#!/usr/bin/env bash\nruff check .\n",
-    ".ci/run": "scripts/check\nscripts/test --tier=rest\n",
+    ".ci/run": "scripts/check\nscripts/test --shards=2 --tier=rest\n",
     "tests/core/test_pool.py": "def test_pool_is_whole_when_new():\n    'KV-1'\n",
     "docs/invariants.md": "| KV-1 | whole | `core/pool.py`, `tests/core/test_pool.py` |\n| EV-1 | dense | later |\n",
     "core/config.py": '"""Keys."""\nclass Pool:\n    size: int\nclass ClusterConfig:\n    name: str\n    pool: Pool\n',

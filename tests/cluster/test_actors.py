@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors import EXIT_ENDED, MemberHost, Running, pack
+from cluster.actors import EXIT_ENDED, MemberHost, Running, open_log, pack
 from cluster.runtime import RouterSpec, WorkerSpec
 from core.config import ClusterConfig
 from core.errors import ModelLoadError
@@ -45,11 +45,23 @@ class FakeMember:
 def closed_logs() -> Iterator[None]:
     """An actor's process logs for its whole life; this one goes on."""
     yield
-    root = logging.getLogger("pdcluster")
-    for handler in list(root.handlers):
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if type(one) is logging.FileHandler]:
         root.removeHandler(handler)
         handler.close()
     faulthandler.enable(sys.__stderr__ or sys.stderr)
+
+
+def test_log_has_what_the_product_says_and_everybody_s_warnings(tmp_path: Path) -> None:
+    open_log(tmp_path, "router-0")
+    for name in ("router.workers.native", "pdcluster.actor"):
+        logging.getLogger(name).info("says %s", name)
+    for name in ("uvicorn.error", "asyncio", "grpc"):
+        logging.getLogger(name).info("whispers")
+        logging.getLogger(name).error("fails %s", name)
+    text = (tmp_path / "router-0.log").read_text()
+    said = ["says router.workers.native", "says pdcluster.actor", "fails uvicorn.error", "fails asyncio", "fails grpc"]
+    assert [line.split(": ", 1)[1] for line in text.splitlines()] == said
 
 
 def test_member_is_described_when_it_listens(tmp_path: Path) -> None:

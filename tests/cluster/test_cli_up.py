@@ -107,6 +107,14 @@ def test_each_change_is_one_line_when_a_cluster_becomes_ready(tmp_path: Path) ->
     assert "device_gib: 1.0" in (tmp_path / "demo" / "effective.yaml").read_text()
 
 
+def test_start_goes_on_when_the_controller_does_not_answer_for_a_moment(tmp_path: Path) -> None:
+    silent = ClusterError(name="demo", problem="the controller does not answer")
+    states: list[Any] = [published("starting", "starting"), silent, published("ready", "ready")]
+    record, lines = start(FakeLauncher(states=states), StateStore(tmp_path))
+    assert record.urls == (URL,)
+    assert "Cluster 'demo': the controller does not answer" in lines
+
+
 def test_nothing_is_left_when_the_cluster_fails_to_start(tmp_path: Path) -> None:
     launcher, store = (
         FakeLauncher(states=[published("failed", "failed", problem="out of memory")]),
@@ -158,13 +166,13 @@ def test_watch_reports_changes_until_another_command_ends_the_cluster(tmp_path: 
     record, _ = start(FakeLauncher(states=[published("ready", "ready")]), store)
     silent = ClusterError(name="demo", problem="the controller does not answer")
     killed = published("degraded", "restarting", problem="killed")
-    launcher = FakeLauncher(states=[published("ready", "ready"), silent, killed])
+    launcher = FakeLauncher(states=[silent, published("ready", "ready"), silent, killed])
     lines: list[str] = []
-    timer = FakeTimer(on_wait=[lambda: None, lambda: store.remove("demo")])
+    timer = FakeTimer(on_wait=[*[lambda: None] * 3, lambda: store.remove("demo")])
     watch(record, launcher, store, timer, lines.append)
-    assert lines[0] == "Cluster 'demo': the controller does not answer"
-    assert lines[1].split() == ["decode-0", "restarting", "(killed)"]
-    assert lines[2] == "cluster demo was ended by another command"
+    assert lines[:2] == ["Cluster 'demo': the controller does not answer"] * 2
+    assert lines[2].split() == ["decode-0", "restarting", "(killed)"]
+    assert lines[3] == "cluster demo was ended by another command"
 
 
 def test_watch_fails_and_forgets_when_the_processes_are_gone(tmp_path: Path) -> None:

@@ -123,6 +123,28 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
+def test_nothing_is_started_when_the_end_comes_while_the_runtime_is_asked(tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench(tmp_path)
+        answer, observe = asyncio.Event(), bench.runtime.observe
+
+        async def slow() -> list[Observed]:
+            await answer.wait()
+            return await observe()
+
+        bench.runtime.observe = slow  # type: ignore[method-assign]
+        step = asyncio.ensure_future(bench.controller.step())
+        await asyncio.sleep(0)
+        ending = asyncio.ensure_future(bench.controller.shutdown())
+        await asyncio.sleep(0)
+        answer.set()
+        await asyncio.gather(step, ending)
+        assert bench.runtime.calls == []
+        await bench.network.close()
+
+    run(body())
+
+
 def test_cluster_becomes_ready_and_router_learns_the_workers_when_started(tmp_path: Path) -> None:
     async def body() -> None:
         bench = Bench(tmp_path)

@@ -86,6 +86,22 @@ def test_older_link_ends_when_a_newer_epoch_greets() -> None:
     door.play(scene)
 
 
+def test_a_new_link_begins_with_the_greeting_when_the_older_one_is_slow_to_close() -> None:
+    door = Door()
+
+    async def scene() -> None:
+        await door.knock(1)
+
+        async def slow(reason: str = "") -> None:
+            await door.clock.sleep(3.0)
+
+        door.doorway._links[ROUTER].close = slow  # type: ignore[method-assign]
+        _link, first = await door.knock(2)
+        assert isinstance(first, Welcome), first
+
+    door.play(scene)
+
+
 def test_messages_under_way_change_nothing_when_their_link_was_replaced() -> None:
     """TX-2: nobody would cancel what they ask for."""
     door = Door()
