@@ -7,7 +7,10 @@ long.
 
 A read ends only when NIXL says so. Releasing its handle, or removing the peer, does not stop a copy that is under way:
 over TCP a late reply is written all the same. So an abandoned read, and a read from a removed peer, is left to end by
-itself, and the peer's registration is dropped after its last read. Knows nothing about what moves.
+itself. Nor does removing a peer close its connection: the socket stays for the life of the agent (measured; one
+descriptor a time). So a removed peer keeps its registration for when it is added again in the same life, and is dropped
+after its last read when it can have no further use: a newer life is there, or a read of it has failed. Knows nothing
+about what moves.
 """
 
 import importlib
@@ -50,13 +53,15 @@ class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Remote:
-    """A peer that can be read, or one that was removed while reads from it were under way."""
+    """A peer that can be read, or one that was removed and may come back."""
 
     agent_name: str
     num_blocks: int
     descriptors: Any
     num_reads: int = 0
     is_removed: bool = False
+    is_useless: bool = False
+    """Once it is removed, it is dropped and not taken again."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -127,9 +132,16 @@ class NixlTransport:
                 ("block_bytes", said.block_bytes, self._region.block_bytes),
             ),
         )
-        if peer in self._remotes:
+        remote = self._remotes.get(peer)
+        if remote is not None and remote.is_useless:
             raise self._failure(peer, "reads from its earlier registration have not ended")
+        if remote is not None:
+            remote.is_removed = False
+            return
         self._remotes[peer] = self._connect(peer, said)
+        for older in [one for one in self._remotes if one.worker == peer.worker and one.epoch < peer.epoch]:
+            self._remotes[older].is_useless = True
+            self._drop_if_useless(older)
 
     def _connect(self, peer: Peer, said: NixlMetadata) -> _Remote:
         agent_name = ""
@@ -150,7 +162,7 @@ class NixlTransport:
         remote = self._remotes.get(peer)
         if remote is not None:
             remote.is_removed = True
-            self._drop_if_unused(peer)
+            self._drop_if_useless(peer)
 
     def start_read(self, peer: Peer, sources: list[BlockId], targets: list[BlockId]) -> ReadId:
         remote = self._remotes.get(peer)
@@ -203,7 +215,8 @@ class NixlTransport:
                 reason = f"{len(self._reads)} reads have not ended within {CLOSE_TIMEOUT_S} s"
                 raise TransferFailedError(source="peers", target=self._self.worker, reason=reason)
             time.sleep(CLOSE_POLL_S if self._reads else 0)
-        for peer in list(self._remotes):
+        for peer, remote in list(self._remotes.items()):
+            remote.is_useless = True
             self.remove_peer(peer)
         self._local.release()
         self._agent.deregister_memory(self._registration, [BACKEND])
@@ -229,6 +242,7 @@ class NixlTransport:
         read.seconds = self._clock.now() - read.started_s
         is_good = status == "DONE" and not read.is_abandoned
         read.end = ReadState.DONE if is_good else ReadState.FAILED
+        self._remotes[read.peer].is_useless |= status != "DONE"
         if not is_good:
             read.reason = "abandoned" if read.is_abandoned else f"NIXL: {read.reason or status}"
 
@@ -244,12 +258,12 @@ class NixlTransport:
         assert read.end is not None
         del self._reads[read_id]
         self._remotes[read.peer].num_reads -= 1
-        self._drop_if_unused(read.peer)
+        self._drop_if_useless(read.peer)
         return ReadResult(read_id=read_id, state=read.end, reason=read.reason, seconds=read.seconds)
 
-    def _drop_if_unused(self, peer: Peer) -> None:
+    def _drop_if_useless(self, peer: Peer) -> None:
         remote = self._remotes[peer]
-        if not remote.is_removed or remote.num_reads:
+        if remote.num_reads or not (remote.is_removed and remote.is_useless):
             return
         del self._remotes[peer]
         remote.descriptors.release()

@@ -1,5 +1,7 @@
 """What the transport seam promises: the same tests over memory, and over NIXL between processes."""
 
+import os
+
 import msgspec
 import pytest
 
@@ -117,6 +119,19 @@ def test_reads_fail_at_once_when_the_source_was_killed(bench: Bench) -> None:
     assert result.reason
     assert result.seconds < 5.0
     bench.transport.remove_peer(peer)
+
+
+def test_nothing_is_left_open_when_a_peer_is_removed_and_added_again(bench: Bench) -> None:
+    """As routers do when they lose sight of a worker for a while, in one life of it."""
+    peer, metadata = bench.start_source(1)
+    counts = []
+    for _ in range(5):
+        bench.transport.add_peer(peer, metadata, NUM_SOURCE_BLOCKS, BLOCK_BYTES)
+        result = bench.wait(bench.transport.start_read(peer, ids(3), ids(3)))
+        assert result.state is ReadState.DONE and block_of(bench.memory, 3) == content(1, 3)
+        bench.transport.remove_peer(peer)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[0], counts
 
 
 def test_the_new_life_is_read_when_a_source_of_the_same_name_restarts(bench: Bench) -> None:
