@@ -179,8 +179,6 @@ class Refused(RequestMessage, frozen=True, kw_only=True):
     kind: Literal["overloaded", "too_long", "transfer_failed", "credit_lapsed", "unknown_peer", "invalid", "draining"]
     reason: str
     retry_after_s: int = 1
-    num_verified_blocks: int = 0
-    """Leading entries of the demand that stay cached and verified at the sender."""
 
 
 class Offer(RequestMessage, frozen=True, kw_only=True):

@@ -36,21 +36,13 @@ class Outbox:
     def send(self, router: RouterId, message: FromWorker) -> None:
         self._messages.append((router, message))
 
-    def refuse(
-        self,
-        router: RouterId,
-        about: RequestMessage | AttemptKey,
-        kind: RefusalKind,
-        reason: str,
-        num_verified_blocks: int = 0,
-    ) -> None:
+    def refuse(self, router: RouterId, about: RequestMessage | AttemptKey, kind: RefusalKind, reason: str) -> None:
         """Answer `about` with a Refused that names this worker."""
         refused = Refused(
             request_id=about.request_id,
             attempt=about.attempt,
             kind=kind,
             reason=f"{self._worker_id} (epoch {self._epoch}): {reason}",
-            num_verified_blocks=num_verified_blocks,
         )
         self.count(series_key(REFUSALS, kind))
         self.send(router, refused)

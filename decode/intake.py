@@ -305,9 +305,7 @@ class Intake:
         self._refuse(reception, kind, reason)
 
     def _refuse(self, reception: Reception, kind: RefusalKind, reason: str) -> None:
-        verified = reception.session.num_verified_prefix if reception.session is not None else 0
-        num_verified = len(reception.held) + verified
-        self._outbox.refuse(reception.router, reception.key, kind, reason, num_verified)
+        self._outbox.refuse(reception.router, reception.key, kind, reason)
         self._drop(reception)
 
     def _drop(self, reception: Reception) -> None:

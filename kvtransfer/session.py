@@ -107,11 +107,6 @@ class PullSession:
         return len(self._in_flight)
 
     @property
-    def num_verified_prefix(self) -> int:
-        """Leading blocks of the session that are verified."""
-        return self._prefix
-
-    @property
     def deadline_s(self) -> float:
         """When the session must be given up: the credit's end, later the rebased end of the lease; inf after an end."""
         if not self.is_open:
@@ -225,13 +220,6 @@ class PullSession:
         """A Renew was sent now; it arrives within the margin, while the lease still stands."""
         if self.state is SessionState.PULLING:
             self._rebase(now)
-
-    def expire(self, now: float) -> SessionFailure | None:
-        """Fail if the deadline has come."""
-        if not self.is_open or now < self.deadline_s:
-            return None
-        ended = "the credit" if self.lease_id is None else f"lease {self.lease_id}"
-        return self.fail("transfer_failed", f"{ended} ended before every block was read")
 
     def fail(self, kind: Literal["transfer_failed", "invalid"], reason: str) -> SessionFailure:
         """End an open session in failure."""

@@ -53,9 +53,9 @@ def test_only_new_blocks_are_pulled_when_offers_grow() -> None:
     assert pulls_of(session.on_offer(make_offer(5), 2.0)) == [2, 3, 4]
     assert session.in_flight == 5
     session.on_verified([1, 3])
-    assert session.num_verified_prefix == 0
+    assert session._prefix == 0
     session.on_verified([0])
-    assert session.num_verified_prefix == 2
+    assert session._prefix == 2
     session.on_verified([2, 4])
     assert session.is_complete
     session.check()
@@ -145,17 +145,8 @@ def test_the_lease_is_rebased_and_renewed_when_time_goes_on() -> None:
     session.renewed(13.0)
     assert session.deadline_s == 13.0 + TTL_S - LEASE_MARGIN_S
     assert session.renew_at_s == 23.0
-    assert session.expire(42.4) is None
-    assert isinstance(session.expire(42.5), SessionFailure)
+    session.cancel()
     assert session.deadline_s == math.inf
-
-
-def test_session_expires_when_no_offer_uses_the_credit() -> None:
-    session = make_session()
-    assert session.expire(3.9) is None
-    failure = session.expire(4.0)
-    assert isinstance(failure, SessionFailure)
-    assert "credit" in failure.reason
 
 
 def test_targets_stay_in_flight_when_a_session_is_cancelled() -> None:
@@ -199,8 +190,8 @@ class Model:
             self._end_reads(action, was_open)
         elif action == "cancel" and self.rng.random() < 0.2:
             self.session.cancel()
-        elif action == "expire" and self.rng.random() < 0.2:
-            self.session.expire(self.session.deadline_s)
+        elif action == "expire" and self.rng.random() < 0.2 and was_open:
+            self.session.fail("transfer_failed", "the lease ended before every block was read")
         else:
             self._offer(action)
         assert was_open or not self.session.is_open
@@ -242,7 +233,7 @@ class Model:
     def _agree(self) -> None:
         self.session.check()
         assert self.session.in_flight == len(self.flying)
-        assert self.session.num_verified_prefix == next(i for i in range(self.total + 1) if i not in self.verified)
+        assert self.session._prefix == next(i for i in range(self.total + 1) if i not in self.verified)
         if self.session.is_complete:
             assert self.verified == set(range(self.total))
             assert not self.flying
