@@ -111,19 +111,22 @@ class Intake:
 
     def _grant_credits(self, now: float, headroom: int) -> None:
         """First come, first served: a promise is made only for blocks that are neither used nor promised, less
-        `headroom` for those who run to grow into.
+        `headroom` for those who run to grow into. Who needs more than there is without the quarantined blocks lets
+        others by: reads that were given up may never end.
         """
+        usable = self._pool.num_blocks - sum(len(r.targets) for r in self._abandoned.values())
         promised = sum(r.num_reserved for r in self._active.values()) + headroom * self._tail_blocks
-        while self._waiting:
-            reception = self._waiting[0]
+        for reception in list(self._waiting):
             held = self._pool.acquire_prefix(reception.keys)
             # A prompt that fills the pool leaves no block to every child: they run one after the other.
             needed = len(reception.keys) - len(held) + reception.submit.request.num_children * self._tail_blocks
             needed = min(needed, self._pool.num_blocks - len(held))
             if self._pool.num_available - promised < needed:
                 self._pool.release(held)
+                if needed > usable - len(held):
+                    continue
                 return
-            self._waiting.popleft()
+            self._waiting.remove(reception)
             reception.held = held
             self._grant(reception, needed, now)
             promised += needed

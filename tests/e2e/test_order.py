@@ -146,6 +146,32 @@ def test_request_fails_early_when_a_read_never_ends(make_pair: MakePair) -> None
     pair.assert_nothing_held()
 
 
+def test_others_get_credit_when_the_first_needs_blocks_that_a_given_up_read_may_still_write(
+    make_pair: MakePair,
+) -> None:
+    """RQ-2: such a read may never end."""
+    pair = make_pair(num_blocks=16)
+    pair.fabric.faults.stall_rate = 1.0
+    pair.submit("gone", _prompt(33))
+    for _ in range(4):
+        pair.step()
+    pair.decode.handle(ROUTER, Cancel(request_id=RequestId("gone"), attempt=Attempt(0)), pair.clock.now())
+    assert pair.decode.status().num_pins == 8
+    pair.fabric.faults.stall_rate = 0.0
+    pair.submit("large", _prompt(49, seed=2))
+    pair.submit("small", _prompt(9, seed=3))
+    for _ in range(60):
+        pair.step()
+    assert pair.outputs["small"] == {0: pair.expected("small")}
+    assert "large" not in pair.outputs
+    gone = Disconnect(worker=pair.prefill.worker_id, epoch=pair.prefill.epoch)
+    pair.decode.handle(ROUTER, gone, pair.clock.now())
+    pair.run()
+    pair.clock.advance(20.0)  # the lease of what was cancelled
+    pair.run()
+    pair.assert_nothing_held()
+
+
 def test_bad_counts_are_refused_by_name(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.submit("no-child", _prompt(8), num_children=0)
