@@ -117,16 +117,16 @@ class Intake:
         usable = self._pool.num_blocks - sum(len(r.targets) for r in self._abandoned.values())
         promised = sum(r.num_reserved for r in self._active.values()) + headroom * self._tail_blocks
         for reception in list(self._waiting):
-            held = self._pool.acquire_prefix(reception.keys)
+            held = self._pool.known_prefix(reception.keys)
             # A prompt that fills the pool leaves no block to every child: they run one after the other.
             needed = len(reception.keys) - len(held) + reception.submit.request.num_children * self._tail_blocks
             needed = min(needed, self._pool.num_blocks - len(held))
-            if self._pool.num_available - promised < needed:
-                self._pool.release(held)
+            if not self._pool.fits(held, needed + promised):
                 if needed > usable - len(held):
                     continue
                 return
             self._waiting.remove(reception)
+            self._pool.acquire(held)
             reception.held = held
             self._grant(reception, needed, now)
             promised += needed

@@ -83,6 +83,10 @@ class Scheduler:
         self._planned: list[tuple[Sequence, int]] = []
         self._admission_progress: list[Progress] = []
         self._arrivals = 0
+        self._too_large: tuple[Sequence, int] | None = None
+        """Who did not fit, and the pool's returns then: while others run and return nothing, its prefix is not looked for
+        in every step.
+        """
         self.is_short_of_blocks = False
         """The first in line did not fit at the last `plan`: nobody else should be promised blocks before it."""
         self.num_preemptions = 0
@@ -178,6 +182,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row and all blocks of its known tokens, or change nothing and return False."""
+        if self._running and self._too_large == (sequence, self.pool.num_returns):
+            return False
         block_size, num_tokens = self.table.block_size, len(sequence.token_ids)
         num_blocks = -(-num_tokens // block_size)
         num_cacheable = num_tokens // block_size if sequence.sampling is None else (num_tokens - 1) // block_size
@@ -190,11 +196,13 @@ class Scheduler:
             num_held=sequence.num_held_blocks,
         )
         prefix = [found.blocks[entry] for entry in self._entries(found.num_blocks)]
-        self.pool.acquire(prefix)
-        fresh = self.pool.allocate((num_blocks - found.num_blocks) * len(self.table.windows))
-        if fresh is None:
-            self.pool.release(prefix)
+        num_fresh = (num_blocks - found.num_blocks) * len(self.table.windows)
+        if not self.pool.fits(prefix, num_fresh):
+            self._too_large = sequence, self.pool.num_returns
             return False
+        self.pool.acquire(prefix)
+        fresh = self.pool.allocate(num_fresh)
+        assert fresh is not None, "KV-1: the blocks that fit are not there"
         self._drop_held(sequence)
         num_computed = found.num_blocks * block_size
         sequence.row = self.table.open_row(

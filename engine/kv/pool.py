@@ -2,7 +2,7 @@
 
     allocate          cache               release
     free ------> used ------> used+hash ----------> cached ---- allocate (evicts, oldest first) ---> used
-      ^___________| release of a block without hash    |________ acquire_prefix (hit) ____________> used
+      ^___________| release of a block without hash    |________ acquire (hit) ___________________> used
 
 KV-1: every block is exactly one of free, cached, used. KV-2: a hashed block is full and its hash is written once.
 Owned by the step thread. Knows nothing about requests, bytes or peers.
@@ -41,6 +41,8 @@ class BlockPool:
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self.num_evictions = 0
+        self.num_returns = 0
+        """How often a used block became available."""
 
     @property
     def num_available(self) -> int:
@@ -75,6 +77,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def fits(self, prefix: Sequence[BlockId], count: int) -> bool:
+        """Whether `count` blocks could be allocated after `prefix` was acquired."""
+        return count <= self.num_available - sum(self._references[block] == 0 for block in prefix)
+
     def acquire(self, blocks: Iterable[BlockId]) -> None:
         """One more reference to each block, cached or used. A free block is a broken invariant."""
         for block in blocks:
@@ -83,15 +89,14 @@ class BlockPool:
                 del self._cached[block]
             self._references[block] += 1
 
-    def acquire_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """The blocks of the longest known prefix of `hashes`, referenced in the same call that reports them."""
+    def known_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The blocks of the longest known prefix of `hashes`. References nothing."""
         blocks: list[BlockId] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
-        self.acquire(blocks)
         return blocks
 
     def find_prefix(
@@ -135,6 +140,7 @@ class BlockPool:
             assert self._references[block] > 0, f"KV-1: released block {block} that nobody holds"
             self._references[block] -= 1
             if self._references[block] == 0:
+                self.num_returns += 1
                 if self._hashes[block] is None:
                     self._digests.pop(block, None)
                     self._free.append(block)

@@ -4,6 +4,7 @@ answer.
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -186,6 +187,26 @@ def test_planner_says_so_when_the_first_in_line_lacks_blocks() -> None:
     assert scheduler.is_short_of_blocks
     _run(scheduler, runner)
     assert not scheduler.is_short_of_blocks
+
+
+def test_prefix_of_the_first_in_line_is_looked_for_only_when_blocks_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, runner = _scheduler(12)
+    searches = 0
+    find_prefix = scheduler.pool.find_prefix
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        return find_prefix(*arguments, **named)
+
+    monkeypatch.setattr(scheduler.pool, "find_prefix", counted)
+    scheduler.add(_sequence(list(range(16)), 24))
+    scheduler.add(_sequence(list(range(40, 76)), 1))
+    for _ in range(20):
+        _step(scheduler, runner)
+    assert scheduler.is_short_of_blocks and scheduler.num_running == 1
+    assert searches == 2
+    _run(scheduler, runner)
 
 
 def test_stop_token_ends_the_sequence_and_eos_can_be_ignored() -> None:

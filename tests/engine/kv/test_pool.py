@@ -62,7 +62,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, 4), max_size=3, unique=True))
     def acquire_prefix(self, numbers: list[int]) -> None:
-        blocks = self.pool.acquire_prefix([_hash(n) for n in numbers])
+        blocks = self.pool.known_prefix([_hash(n) for n in numbers])
+        available = self.pool.num_available
+        idle = [block for block in blocks if block not in self.held]
+        assert self.pool.fits(blocks, available - len(idle)) and not self.pool.fits(blocks, available - len(idle) + 1)
+        self.pool.acquire(blocks)
+        assert self.pool.num_available == available - len(idle)
         by_hash = {h: b for b, h in self.hashes.items()}
         expected = []
         for number in numbers:
@@ -97,7 +102,7 @@ def test_oldest_cached_block_is_evicted_first_and_tails_before_heads() -> None:
         pool.cache(block, _hash(number))
     pool.release(blocks)
     assert pool.allocate(1) == [blocks[2]]
-    assert pool.acquire_prefix([_hash(0), _hash(1), _hash(2)]) == blocks[:2]
+    assert pool.known_prefix([_hash(0), _hash(1), _hash(2)]) == blocks[:2]
 
 
 def test_digest_is_forgotten_when_the_content_is() -> None:
