@@ -84,8 +84,8 @@ class Scheduler:
         self._admission_progress: list[Progress] = []
         self._arrivals = 0
         self._too_large: tuple[Sequence, int] | None = None
-        """Who did not fit, and the pool's returns then: while others run and return nothing, its prefix is not looked for
-        in every step.
+        """Who did not fit, and the pool's returns then. While others run and return nothing, it is not tried again: to
+        look for a long prefix in every step would cost.
         """
         self.is_short_of_blocks = False
         """The first in line did not fit at the last `plan`: nobody else should be promised blocks before it."""

@@ -200,7 +200,7 @@ def _renamed(result: ReadResult, read_id: ReadId) -> ReadResult:
 
 
 def _gate_last_tokens(gates: GateFiles) -> None:
-    """Last tokens wait before the router takes them, and are lost with the connection."""
+    """Last tokens wait before the router takes them, and are lost if the connection is meanwhile."""
     receive = GrpcLink.receive
 
     async def gated(self: GrpcLink) -> list[AnyMessage]:
@@ -209,9 +209,9 @@ def _gate_last_tokens(gates: GateFiles) -> None:
         if any(update.finish_reason is not None for update in updates) and gates.is_closed("finish"):
             gates.say_held("finish")
             while gates.is_closed("finish"):
+                if self.closed_reason is not None:
+                    raise LinkClosedError(peer=self.peer, reason=self.closed_reason)
                 await asyncio.sleep(LOOK_S)
-            if self.closed_reason is not None:
-                raise LinkClosedError(peer=self.peer, reason=self.closed_reason)
         return frame
 
     GrpcLink.receive = gated  # type: ignore[method-assign]
