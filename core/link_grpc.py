@@ -225,6 +225,9 @@ class GrpcDialer:
             await link.run(call.done_writing)
         finally:
             call.cancel()
+            # A write that failed because the peer had ended the stream leaves a call that counts as done here and as
+            # open in gRPC's core, for which `cancel` does nothing: its connection would stay open for ever.
+            call._cython_call.cancel("the link is closed")
             await channel.close()
 
 

@@ -4,7 +4,9 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,6 +35,22 @@ async def main():
         link = await GrpcDialer().dial(sys.argv[1], 10.0)
         await echo(link)
     server = GrpcServer(echo)
+    print(await server.start("127.0.0.1"), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+ENDING_PEER = """
+import asyncio
+from core.link_grpc import GrpcServer
+
+async def end_soon(link):
+    await link.receive()
+    await asyncio.sleep(0.4)
+    await link.close("you were silent")
+
+async def main():
+    server = GrpcServer(end_soon)
     print(await server.start("127.0.0.1"), flush=True)
     await asyncio.sleep(60)
 
@@ -196,3 +214,38 @@ def test_close_ends_in_bounded_time_when_the_peer_reads_nothing() -> None:
         link.check()
 
     asyncio.run(body())
+
+
+def num_connections(port: int) -> int:
+    """Established TCP connections of this network namespace to a port."""
+    lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    fields = [line.split() for line in lines]
+    return sum(one[3] == "01" and int(one[2].rpartition(":")[2], 16) == port for one in fields)
+
+
+def test_connection_is_closed_when_a_write_finds_that_the_peer_has_ended_the_link() -> None:
+    """As a process does that was stopped for a while: the peer gave it up meanwhile, and it first of all writes."""
+
+    async def body(endpoint: str) -> None:
+        dialer, port = GrpcDialer(), int(endpoint.rpartition(":")[2])
+        for _ in range(2):
+            link = await dialer.dial(endpoint, 10.0)
+            link.send(hello())
+            await asyncio.sleep(0.1)
+            assert num_connections(port) == 1
+            threading.Event().wait(1.0)  # nothing runs here
+            with pytest.raises(LinkClosedError):
+                link.send(hello())
+                while True:
+                    await link.receive()
+            await link.close()
+            async with asyncio.timeout(NOTICED_S):
+                while num_connections(port):
+                    await asyncio.sleep(0.01)
+
+    with subprocess.Popen([sys.executable, "-c", ENDING_PEER], stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            assert peer.stdout is not None
+            asyncio.run(body(peer.stdout.readline().strip()))
+        finally:
+            peer.kill()

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ RAY_DESCRIPTORS = 4
 NOTICED_S = 0.5
 """By then the router knows of a lost connection; what waited on it is lost, too."""
 CLEAN_S = LEASE_S + 1.0
+DESCRIPTORS_S = 30.0
+"""Connections that nobody uses are closed by then."""
 REST_S = 120.0
 """Whoever was struck is back by then, and nobody holds anything."""
 COLUMNS = ("selection", "credit", "queued", "chunks", "pull", "first-step", "decode", "finish")
@@ -80,8 +83,19 @@ class Member:
     epoch: int
     pid: int
 
-    def num_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def descriptors(self) -> list[str]:
+        """What each is; of a TCP socket its two addresses (as /proc has them) and its state."""
+        inodes = {}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                inodes[f"socket:[{fields[9]}]"] = f"{table} {fields[1]} {fields[2]} {fields[3]}"
+        found = []
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                target = os.readlink(path)
+                found.append(inodes.get(target, target))
+        return sorted(found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,8 +226,7 @@ class HalfSent:
 async def _play(struck: Struck, role: str, column: str, strike: Strike, *, is_replaced: bool) -> str:
     """One request, struck in this column; what became of it in the words of the page."""
     before = await _until(struck.members, "ready")
-    descriptors = {one.id: one.num_descriptors() for one in before.values()}
-    descriptors["controller"] += RAY_DESCRIPTORS
+    descriptors = {one.id: one.descriptors() for one in before.values()}
     half, question, outcome = HalfSent(), _question(), Outcome(tokens=[[]])
     async with _client(struck) as client:
         if column == "selection":
@@ -251,11 +264,16 @@ async def _play(struck: Struck, role: str, column: str, strike: Strike, *, is_re
         assert one.epoch == before[one.id].epoch + is_new, f"{one} follows {before[one.id]}"
     survivors = [one for one in after.values() if one.pid == before[one.id].pid]
     assert len(survivors) == len(after) - is_replaced
-    await _until(
-        lambda: all(one.num_descriptors() <= descriptors[one.id] for one in survivors),
-        f"back at {descriptors} descriptors (now {[(one.id, one.num_descriptors()) for one in survivors]})",
-        30.0,
-    )
+    for one in survivors:
+        most = len(descriptors[one.id]) + (RAY_DESCRIPTORS if one.id == "controller" else 0)
+        now: list[str] = []
+        deadline_s = time.monotonic() + DESCRIPTORS_S
+        while len(now := one.descriptors()) > most:
+            new = Counter(now) - Counter(descriptors[one.id])
+            assert time.monotonic() < deadline_s, (
+                f"{one}: new descriptors {new}, gone {Counter(descriptors[one.id]) - Counter(now)}"
+            )
+            await asyncio.sleep(0.1)
     async with _client(struck) as client:
         undisturbed = await ask(client, struck.running.model, question, "undisturbed")
     assert undisturbed.ending == "done", undisturbed
@@ -361,4 +379,7 @@ def test_outcome_is_as_documented_when_a_process_is_stopped_and_continued(
 @pytest.mark.parametrize(("role", "column"), REPLACED_CELLS)
 def test_process_is_replaced_when_it_is_stopped_for_long(struck: Struck, role: str, column: str) -> None:
     found = asyncio.run(_play(struck, role, column, _stopper(LONG_STOP_S), is_replaced=True))
-    assert found == _expected(f"{role}-killed" if role == "router" else f"{role}-stopped", column)
+    expected = {_expected(f"{role}-stopped", column)}
+    if role == "router":  # Ray may end it only once it runs again: it then first ends what it has
+        expected.add(_expected("router-killed", column))
+    assert found in expected

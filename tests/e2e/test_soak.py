@@ -73,15 +73,17 @@ class Storm:
             started=record.started,
         )
         self._rng = rng
+        self._asking = threading.Lock()
         self.faults: list[str] = []
         self.memory: dict[tuple[str, int], list[int]] = {}
 
     def status(self) -> dict[str, Any] | None:
         """What the controller says, None while it does not answer."""
-        try:
-            return build_status(cluster_status(self._handle))
-        except ClusterError:
-            return None
+        with self._asking:  # of Ray, which takes one process for one driver
+            try:
+                return build_status(cluster_status(self._handle))
+            except ClusterError:
+                return None
 
     def _members(self) -> list[tuple[str, int]]:
         status = self.status()
@@ -154,7 +156,7 @@ async def _soak(running: Running, storm: Storm, answers: dict[Question, list[lis
     tasks = [asyncio.ensure_future(stream.run(is_over)) for stream in streams]
     watching = asyncio.ensure_future(storm.watch(is_over))
     raging = asyncio.ensure_future(storm.rage(is_over))
-    await asyncio.sleep(MINUTES * 60)
+    await asyncio.wait({watching, raging}, timeout=MINUTES * 60, return_when=asyncio.FIRST_COMPLETED)
     is_over.set()
     await asyncio.gather(*tasks, watching, raging)
 
