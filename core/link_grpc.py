@@ -156,6 +156,7 @@ class GrpcLink:
             await asyncio.gather(reader, writer, return_exceptions=True)
             self._outgoing.clear()
             self._num_outgoing_messages = 0
+            del self._read, self._write  # gRPC keeps a connection for as long as anybody refers to its call
             self._ended.set()
 
     async def _read_frames(self) -> None:

@@ -45,8 +45,10 @@ import asyncio
 from core.link_grpc import GrpcServer
 
 async def end_soon(link):
-    await link.receive()
-    await asyncio.sleep(0.4)
+    frame = await link.receive()
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        link.send(frame)
     await link.close("you were silent")
 
 async def main():
@@ -226,18 +228,23 @@ def num_connections(port: int) -> int:
 def test_connection_is_closed_when_a_write_finds_that_the_peer_has_ended_the_link() -> None:
     """As a process does that was stopped for a while: the peer gave it up meanwhile, and it first of all writes."""
 
+    async def write_often(link: Link) -> None:
+        while True:
+            link.send(hello())
+            await asyncio.sleep(0.05)
+
     async def body(endpoint: str) -> None:
         dialer, port = GrpcDialer(), int(endpoint.rpartition(":")[2])
         for _ in range(2):
             link = await dialer.dial(endpoint, 10.0)
-            link.send(hello())
+            writing = asyncio.ensure_future(write_often(link))
             await asyncio.sleep(0.1)
             assert num_connections(port) == 1
             threading.Event().wait(1.0)  # nothing runs here
             with pytest.raises(LinkClosedError):
-                link.send(hello())
                 while True:
                     await link.receive()
+            await asyncio.gather(writing, return_exceptions=True)
             await link.close()
             async with asyncio.timeout(NOTICED_S):
                 while num_connections(port):
