@@ -117,12 +117,16 @@ def _wait_until_ready(
     record: ClusterRecord, launcher: Launcher, store: StateStore, timer: Timer, report: Report
 ) -> ClusterRecord:
     deadline_s = timer.now() + READY_TIMEOUT_S
-    progress = ProgressLines(timer.now())
+    progress, problem = ProgressLines(timer.now()), ""
     while timer.now() < deadline_s:
         try:
             status = build_status(launcher.status(record))
         except ClusterError as error:  # the controller starts again, or everybody is busy starting
-            report(str(error))
+            if is_stale(record):
+                raise
+            if str(error) != problem:
+                problem = str(error)
+                report(problem)
             timer.wait(POLL_S)
             continue
         for line in progress.lines(status, timer.now()):

@@ -59,21 +59,19 @@ class BodyWork:
         """
         async with self._bodies.body(http) as body:
             is_large = len(body) > LARGE_BODY_BYTES
-            request = await _parse(kind, body)
+            request = await _apart_if(is_large, lambda: parse_request(kind, body))
             max_model_len = self._service.pool.require_max_model_len()
-            if is_large:
-                return request, await asyncio.to_thread(prepare, request, max_model_len)
-            return request, prepare(request, max_model_len)
+            return request, await _apart_if(is_large, lambda: prepare(request, max_model_len))
 
     async def parse(self, http: Request, kind: type[AnyRequest]) -> AnyRequest:
         """The request alone. Raises a PdclusterError for the body and its fields."""
         async with self._bodies.body(http) as body:
-            return await _parse(kind, body)
+            return await _apart_if(len(body) > LARGE_BODY_BYTES, lambda: parse_request(kind, body))
 
 
-async def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    is_large = len(body) > LARGE_BODY_BYTES
-    return await asyncio.to_thread(parse_request, kind, body) if is_large else parse_request(kind, body)
+async def _apart_if(is_large: bool, work: Callable[[], _Prepared]) -> _Prepared:
+    """Large work is done on another thread."""
+    return await asyncio.to_thread(work) if is_large else work()
 
 
 class GenerateEndpoints:
@@ -200,13 +198,10 @@ async def collect(options: AnswerOptions, writer: AnswerWriter, events: Events) 
             summaries.append(event)
         else:
             choices[prompt * options.num_children + event.child].add(event)
-
-    def write() -> str:
-        return writer.whole(choices, summaries).to_json()
-
-    num_entries = sum(len(choice.token_ids) * (1 + options.num_top_logprobs) for choice in choices)
-    num_entries += len(choices) * sum(len(prompt.token_ids) for prompt in options.prompts) * options.return_token_ids
-    return await asyncio.to_thread(write) if num_entries > LARGE_ANSWER_ENTRIES else write()
+    num_entries = sum(len(choice.token_ids) for choice in choices) * (1 + options.num_top_logprobs)
+    if options.return_token_ids:  # every choice repeats its prompt's
+        num_entries += options.num_children * sum(len(prompt.token_ids) for prompt in options.prompts)
+    return await _apart_if(num_entries > LARGE_ANSWER_ENTRIES, lambda: writer.whole(choices, summaries).to_json())
 
 
 async def stream(

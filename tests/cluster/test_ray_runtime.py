@@ -4,6 +4,7 @@ One head for the whole module. The cluster serves a model directory without weig
 worker fails to start; what a worker does with a model is tested elsewhere.
 """
 
+import asyncio
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from cluster.ray_head import find_processes
-from cluster.ray_runtime import ClusterHandle, cluster_status, start_cluster, stop_cluster, wait_ready
+from cluster.ray_runtime import ClusterHandle, RayRuntime, cluster_status, start_cluster, stop_cluster, wait_ready
 from cluster.reconcile import START_FAILURES_MAX
 from cluster.state import is_alive
 from core.config import ClusterConfig
@@ -119,3 +120,26 @@ def test_second_cluster_is_refused_with_the_reason_when_there_is_no_room(handle:
 def _environment(pid: int) -> dict[str, bytes]:
     pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return {os.fsdecode(name): value for name, _, value in (pair.partition(b"=") for pair in pairs)}
+
+
+def test_who_asks_while_an_observation_is_under_way_gets_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end must not fail because the control loop has just asked."""
+    runtime, answers, num_calls = RayRuntime("t", CONFIG, tmp_path), threading.Event(), 0
+
+    def observe() -> list[Any]:
+        nonlocal num_calls
+        num_calls += 1
+        assert answers.wait(TIMEOUT_S)
+        return []
+
+    async def ask_twice() -> None:
+        first, second = (asyncio.ensure_future(runtime.observe()) for _ in range(2))
+        await asyncio.sleep(0)
+        answers.set()
+        assert await first == await second == []
+
+    monkeypatch.setattr(runtime, "_observe", observe)
+    asyncio.run(ask_twice())
+    assert num_calls == 1

@@ -1,14 +1,24 @@
 """The controller's link to one router, over the in-memory network: what is said, also after the link was lost."""
 
 import asyncio
+from pathlib import Path
 
+import pytest
+
+from cluster import router_host
 from cluster.router_contact import REDIAL_S, RouterContact
-from cluster.runtime import Observed
+from cluster.router_host import ControllerDoorway, build_service
+from cluster.runtime import Observed, RouterSpec
 from core.clock import ManualClock
+from core.config import parse_config
+from core.errors import LinkClosedError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import Link, MemoryNetwork
 from core.messages import HEARTBEAT_TIMEOUT_S, AnyMessage, Hello, RouterStatus, WorkerAddress, WorkerSet
+from tests.e2e.stage import LetterCodec
 
+CONFIG = parse_config("schema_version: 1\nname: t\nmodel: {path: standin}\n", file="t.yaml")
+SPEC = RouterSpec(id=RouterId("router-0"), epoch=Epoch(1), config=CONFIG, model_path=Path("standin"))
 ROUTER = Observed(id=RouterId("router-0"), role="router", epoch=Epoch(1), alive=True, endpoint="router")
 STATUS = RouterStatus(
     router=RouterId("router-0"),
@@ -88,4 +98,19 @@ def test_heartbeat_is_not_believed_when_it_is_old() -> None:
         task.cancel()
         await network.close()
 
+    asyncio.run(body())
+
+
+def test_router_closes_a_link_on_which_nobody_greets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        clock = ManualClock()
+        network = MemoryNetwork(clock)
+        service = build_service(SPEC, clock=clock, dialer=network, text=LetterCodec())
+        network.listen("router", ControllerDoorway(service, clock).accept)
+        link = await network.dial("router", 1.0)
+        with pytest.raises(LinkClosedError, match="no Hello came"):
+            await link.receive()
+        await network.close()
+
+    monkeypatch.setattr(router_host, "HELLO_TIMEOUT_S", 0.0)
     asyncio.run(body())

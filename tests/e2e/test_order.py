@@ -33,6 +33,20 @@ def _prefill(pair: Any, name: str, attempt: int = 0) -> Prefill:
     )
 
 
+def _hold_back_final_offers(pair: Any) -> list[Offer]:
+    """From now on an offer arrives as one that others follow; what was sent is in the list."""
+    finals: list[Offer] = []
+
+    def split(message: Any) -> bool:
+        if isinstance(message, Offer):
+            pair.decode.handle(ROUTER, replace(message, is_final=False), pair.clock.now())
+            finals.append(message)
+        return isinstance(message, Offer)
+
+    pair.drop = split
+    return finals
+
+
 @pytest.mark.parametrize("again", [0, 1])
 def test_second_prefill_changes_nothing_when_the_lease_of_the_attempt_stands(make_pair: MakePair, again: int) -> None:
     """TX-2: also for an older attempt than the one that holds the lease."""
@@ -84,17 +98,7 @@ def test_submit_of_a_given_up_attempt_changes_nothing_while_its_reads_go_on(make
 
 def test_offer_that_says_only_that_it_is_the_last_completes_the_pull(make_pair: MakePair) -> None:
     pair = make_pair()
-    finals: list[Offer] = []
-
-    def split(message: Any) -> bool:
-        if not isinstance(message, Offer):
-            return False
-        fields = {name: getattr(message, name) for name in message.__struct_fields__}
-        pair.decode.handle(ROUTER, Offer(**{**fields, "is_final": False}), pair.clock.now())
-        finals.append(message)
-        return True
-
-    pair.drop = split
+    finals = _hold_back_final_offers(pair)
     pair.submit("r", _prompt(33))
     pair.run()
     assert "r" not in pair.outputs
@@ -104,30 +108,39 @@ def test_offer_that_says_only_that_it_is_the_last_completes_the_pull(make_pair: 
     pair.assert_nothing_held()
 
 
-def test_cancel_and_next_attempt_are_heeded_right_after_an_offer_that_completes_the_pull(make_pair: MakePair) -> None:
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_cancel_and_next_attempt_are_heeded_right_after_an_offer_that_completes_the_pull(
+    make_pair: MakePair, comes_again: bool
+) -> None:
     """TX-2: the pull is complete in the middle of a batch of messages; the messages after it find the request."""
     pair = make_pair()
-    finals: list[Offer] = []
-
-    def split(message: Any) -> bool:
-        if not isinstance(message, Offer):
-            return False
-        fields = {name: getattr(message, name) for name in message.__struct_fields__}
-        pair.decode.handle(ROUTER, Offer(**{**fields, "is_final": False}), pair.clock.now())
-        finals.append(message)
-        return True
-
-    pair.drop = split
+    finals = _hold_back_final_offers(pair)
     pair.submit("r", _prompt(33))
     pair.run()
     pair.decode.handle(ROUTER, finals[0], pair.clock.now())
     pair.decode.handle(ROUTER, Cancel(request_id=RequestId("r"), attempt=Attempt(0)), pair.clock.now())
     pair.drop = lambda message: False
+    if comes_again:
+        pair.submit("r", _prompt(33), attempt=1)
     pair.run()
-    assert "r" not in pair.outputs
+    assert pair.outputs.get("r") == ({0: pair.expected("r")} if comes_again else None)
     pair.clock.advance(20.0)
     pair.run()
     pair.assert_nothing_held()
+
+
+def test_prefill_worker_ends_when_nobody_can_read_from_it_any_more(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transfer thread has died: every pull from it would fail, behind heartbeats that go on."""
+
+    def crash() -> None:
+        raise RuntimeError("the transfer thread ended")
+
+    pair = make_pair()
+    monkeypatch.setattr(pair.prefill._serving, "poll", crash)
+    with pytest.raises(RuntimeError, match="the transfer thread ended"):
+        pair.step()
 
 
 def test_request_fails_early_when_a_read_never_ends(make_pair: MakePair) -> None:

@@ -49,6 +49,8 @@ LONG_STOP_S = HEARTBEAT_TIMEOUT_S + SILENT_S + 8.0
 """Long enough to be replaced."""
 RAY_DESCRIPTORS = 4
 """A controller that was started again opens connections to Ray's processes when it first needs them."""
+HELD_S = 30.0
+"""The request is where it is to be struck by then."""
 NOTICED_S = 0.5
 """By then the router knows of a lost connection; what waited on it is lost, too."""
 CLEAN_S = LEASE_S + 1.0
@@ -236,9 +238,9 @@ async def _play(struck: Struck, role: str, column: str, strike: Strike, *, is_re
         asking = asyncio.ensure_future(ask(client, struck.running.model, question, "struck", outcome))
         try:
             if column == "selection":
-                await half.is_there.wait()
+                await asyncio.wait_for(half.is_there.wait(), HELD_S)
             else:
-                await _until(lambda: struck.gates.holders(GATES[column][0]), f"held in {column}", 30.0)
+                await _until(lambda: struck.gates.holders(GATES[column][0]), f"held in {column}", HELD_S)
             if column == "decode":
                 await _until(lambda: len(outcome.tokens[0]) == TOKENS_BEFORE, "streaming", 10.0)
             assert not asking.done(), f"it ended before it was struck: {outcome}"

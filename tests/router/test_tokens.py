@@ -9,7 +9,10 @@ import httpx
 import pytest
 
 from core.messages import Cancel, Offer, Prefill
+from router import endpoints
+from router.answers import CompletionWriter
 from router.incoming import REQUEST_ID_HEADER
+from router.protocol.parse import parse_request
 from router.text import TextProcessor
 from tests.router.scripted import Stage, settle
 from tests.router.test_app import CHAT, COMPLETION, events_of, play
@@ -158,5 +161,45 @@ def test_long_text_is_tokenised_beside_the_loop(
         assert response.status_code == (400 if is_apart else 200)
 
     monkeypatch.setattr(TextProcessor, "encode", watched)
+    play(model_directory, scenario)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_apart]
+
+
+@pytest.mark.parametrize(("num_ids", "is_apart"), [(1, False), (400, True)])
+def test_large_list_of_requests_to_abort_is_parsed_beside_the_loop(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, num_ids: int, is_apart: bool
+) -> None:
+    threads: list[threading.Thread] = []
+    parse = parse_request
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    async def scenario(_stage: Stage, client: httpx.AsyncClient) -> None:
+        ids = [f"{number:050}" for number in range(num_ids)]
+        assert (await client.post("/abort_requests", json={"request_ids": ids})).json() == {"num_aborted": 0}
+
+    monkeypatch.setattr(endpoints, "parse_request", watched)
+    play(model_directory, scenario)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_apart]
+
+
+@pytest.mark.parametrize(("most", "is_apart"), [(endpoints.LARGE_ANSWER_ENTRIES, False), (1, True)])
+def test_large_answer_is_written_beside_the_loop(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, most: int, is_apart: bool
+) -> None:
+    threads: list[threading.Thread] = []
+    whole = CompletionWriter.whole
+
+    def watched(self: CompletionWriter, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return whole(self, *arguments)
+
+    async def scenario(_stage: Stage, client: httpx.AsyncClient) -> None:
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+    monkeypatch.setattr(endpoints, "LARGE_ANSWER_ENTRIES", most)
+    monkeypatch.setattr(CompletionWriter, "whole", watched)
     play(model_directory, scenario)
     assert [thread is not threading.main_thread() for thread in threads] == [is_apart]

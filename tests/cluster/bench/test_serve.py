@@ -165,6 +165,12 @@ def test_isolation_alternates_windows_and_sends_prompts_in_every_second_one_to_n
     assert sum(len(prompt) == 64 for prompt in prompts) == 2 * 2
 
 
+def test_isolation_refuses_to_speak_when_no_prompt_would_arrive() -> None:
+    stage = Disturbed()
+    with serving(stage.server), pytest.raises(BenchError, match=r"no prompt would arrive at .*longer or more windows"):
+        run_bench_isolation(isolation_options(stage.server.url, load=1e-6), SystemClock(), lambda line: None)
+
+
 def test_isolation_refuses_to_speak_when_a_stream_ends_early() -> None:
     stage = Disturbed(stream_len=20)
     with serving(stage.server), pytest.raises(BenchError, match=r"a stream: ended after 20 chunks.*wrong_count"):

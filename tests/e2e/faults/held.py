@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.errors import LinkClosedError
+from core.errors import LinkClosedError, TransferFailedError
 from core.ids import BlockId, WorkerId
 from core.link_grpc import GrpcLink
 from core.messages import AnyMessage, Tokens
@@ -184,7 +184,7 @@ def _gate_reads(gates: GateFiles) -> None:
             for read_id, read in mine.waiting.items():
                 try:
                     mine.begun[start(self, *read)] = read_id
-                except Exception as error:  # it begins later than the puller asked, and fails as a read then
+                except TransferFailedError as error:  # it begins later than the puller asked, and fails as a read then
                     mine.end(read_id, str(error))
             mine.waiting.clear()
         found, mine.ended = [*mine.ended, *poll(self)], []
