@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,10 +30,11 @@ from cluster.router_contact import RouterContact
 from cluster.runtime import Observed, Runtime
 from cluster.silence import SilenceWatch
 from core.clock import Clock
-from core.errors import ClusterError
+from core.errors import ClusterError, TierFilesError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import Dialer
 from core.messages import HEARTBEAT_TIMEOUT_S, WorkerAddress, WorkerSet
+from kvtransfer.tiers.files import Files
 
 LOOP_S = 0.5
 OBSERVE_TIMEOUT_S = 30.0
@@ -69,36 +69,55 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RecordFile:
     """The record on disk, as JSON, replaced atomically."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._path = path
+    def __init__(self, files: Files, name: str, cluster: str) -> None:
+        """`name`: of the file; `cluster`: for messages to people."""
+        self._files = files
         self._name = name
+        self._cluster = cluster
 
     def read(self) -> DurableRecord:
         """The last record; an empty one when there is none. Raises ClusterError when it cannot be understood."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=DurableRecord)
-        except FileNotFoundError:
-            return DurableRecord(schema_version=RECORD_SCHEMA_VERSION, epoch=0, members={})
-        except (OSError, msgspec.DecodeError) as error:
-            problem = f"the controller's record {self._path} cannot be read: {error}"
-            raise ClusterError(name=self._name, problem=problem) from error
+            content = self._files.pread(self._name, 0, self._files.size_bytes(self._name))
+            return msgspec.json.decode(content, type=DurableRecord)
+        except TierFilesError as error:
+            if error.kind == "missing":
+                return DurableRecord(schema_version=RECORD_SCHEMA_VERSION, epoch=0, members={})
+            raise self._unreadable(error) from error
+        except msgspec.DecodeError as error:
+            raise self._unreadable(error) from error
 
     def write(self, record: DurableRecord) -> None:
-        """Replace the record: after a crash the old one or the new one is there."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".new")
-        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(record)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        """Replace the record: after a crash the old one or the new one is there. Raises TierFilesError."""
+        files, temporary = self._files, f"{self._name}.new"
+        if temporary in files.names():  # of a controller that died while it wrote: its bytes may reach further
+            files.remove(temporary)
+        files.pwrite(temporary, 0, msgspec.json.format(msgspec.json.encode(record)))
+        files.fsync(temporary)
+        files.rename(temporary, self._name)
+        files.fsync_directory()
+
+    def _unreadable(self, error: Exception) -> ClusterError:
+        problem = f"the controller's record {self._name} cannot be read: {error}"
+        return ClusterError(name=self._cluster, problem=problem)
 
 
 class Controller:
     """The control loop of one cluster. Used from one asyncio loop; `status` may be called from any thread."""
 
-    def __init__(self, *, target: Target, runtime: Runtime, clock: Clock, dialer: Dialer, record: RecordFile) -> None:
+    def __init__(
+        self,
+        *,
+        target: Target,
+        runtime: Runtime,
+        clock: Clock,
+        dialer: Dialer,
+        record: RecordFile,
+        pid: int | None = None,
+    ) -> None:
+        """`pid`: of the process it runs in; None: this one."""
         self._target = target
+        self._pid = os.getpid() if pid is None else pid
         self._runtime = runtime
         self._clock = clock
         self._dialer = dialer
@@ -150,20 +169,22 @@ class Controller:
         try:
             observed = await asyncio.wait_for(self._runtime.observe(), OBSERVE_TIMEOUT_S)
         except (ClusterError, TimeoutError) as error:
-            problem = str(error) or f"the runtime did not answer within {OBSERVE_TIMEOUT_S:.0f} s"
-            if problem != self._status["controller"]["problem"]:
-                logger.warning("nothing observed: %s", problem)
-            self._status = {**self._status, "controller": self._describe_self(problem)}
+            self._cannot(str(error) or f"the runtime did not answer within {OBSERVE_TIMEOUT_S:.0f} s")
             return
         if self._is_stopping:
             return
         observed, self._problems = observed + self._problems, []
         # 2. Decide.
         decision = decide(self._target, self._states, self._listen(observed), self._clock.now())
-        self._log(decision)
-        # 3. Record, before anything is done.
+        # 3. Record, before anything is done. What cannot be recorded is not done, and decided again.
+        try:
+            self._write(decision.record)
+        except TierFilesError as error:
+            self._problems = [one for one in observed if not one.alive]  # the runtime reports them once
+            self._cannot(str(error))
+            return
         self._states = decision.record
-        self._write()
+        self._log(decision)
         # 4. Act.
         for action in decision.actions:
             if self._is_stopping:
@@ -171,6 +192,12 @@ class Controller:
             await self._act(action)
         # 5. Publish.
         self._publish(observed, decision)
+
+    def _cannot(self, problem: str) -> None:
+        """This round changes nothing, and says why."""
+        if problem != self._status["controller"]["problem"]:
+            logger.warning("nothing changes: %s", problem)
+        self._status = {**self._status, "controller": self._describe_self(problem)}
 
     def _listen(self, observed: list[Observed]) -> list[Observed]:
         """What was observed, with how long each listening member has been silent."""
@@ -222,8 +249,8 @@ class Controller:
                     Observed(id=failed.id, role=failed.role, epoch=failed.epoch, alive=False, problem=problem)
                 )
 
-    def _write(self) -> None:
-        members = {str(member_id): _keep(state) for member_id, state in self._states.items()}
+    def _write(self, states: Mapping[MemberId, MemberState]) -> None:
+        members = {str(member_id): _keep(state) for member_id, state in states.items()}
         durable = msgspec.structs.replace(self._durable, members=members)
         if durable != self._durable:
             self._file.write(durable)
@@ -287,7 +314,7 @@ class Controller:
         return described
 
     def _describe_self(self, problem: str) -> dict[str, Any]:
-        return {"pid": os.getpid(), "epoch": self._durable.epoch, "problem": problem}
+        return {"pid": self._pid, "epoch": self._durable.epoch, "problem": problem}
 
     def _log(self, decision: Decision) -> None:
         for action in decision.actions:

@@ -7,16 +7,20 @@ nothing about processes, Ray or HTTP; imports no torch.
 """
 
 import asyncio
+import contextvars
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 from cluster.assembly import ServedModel, WorkerIdentity, build_handshake, build_worker
 from cluster.worker_host import AsyncHost, Doorway, Inbox, welcome_of
 from core.clock import Clock
 from core.config import ClusterConfig
 from core.ids import Epoch, Role, WorkerId
-from core.link import MemoryNetwork
+from core.link import Dialer, MemoryNetwork
 from core.messages import WorkerAddress, WorkerSet
+from core.process import ProcessUsage, read_usage
 from core.worker import Worker
 from engine.step import Runner
 from kvtransfer.integrity import BlockDigester
@@ -26,6 +30,21 @@ from kvtransfer.transport.memory import MemoryFabric, MemoryTransport
 
 MakeRunner = Callable[[WorkerIdentity], tuple[Runner, memoryview]]
 """A runner for one worker, and the bytes of its KV pool, one contiguous run per block."""
+
+
+@dataclass(kw_only=True)
+class Process:
+    """What a member runs in, real or played."""
+
+    clock: Clock
+    dialer: Dialer
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of every task of the member."""
+    pace: Callable[[], float] = lambda: 0.0
+    """Seconds that the step just done takes."""
+    timer: Callable[[], float] = time.perf_counter
+    """What measures the parts of a step."""
+    usage: Callable[[], ProcessUsage | None] = read_usage
 
 
 class LocalCluster:
@@ -42,11 +61,14 @@ class LocalCluster:
         fabric: MemoryFabric,
         executor: Executor | None = None,
         is_checked: bool = False,
+        process_of: Callable[[WorkerId], Process] | None = None,
     ) -> None:
         """`executor` (of one thread): where steps run, for runners that take long; None: on the loop.
 
         `is_checked`: assert every worker's invariants after each of its steps, not only when it is idle.
+        `process_of`: what a worker that starts now runs in; None: all in this one.
         """
+        self._process_of = process_of or self._this_process
         self._is_checked = is_checked
         self.config = config
         self._model = model
@@ -72,14 +94,22 @@ class LocalCluster:
 
     def start_worker(self, identity: WorkerIdentity) -> None:
         """Start one worker; a restarted one gets a higher epoch."""
-        worker, inbox = self._build(identity)
+        process = self._process_of(identity.worker_id)
+        process.context.run(self._start_in, process, identity)
+
+    def _start_in(self, process: Process, identity: WorkerIdentity) -> None:
+        worker, inbox = self._build(identity, process)
         welcome = welcome_of(worker, pid=0, model_name=self._model.name, max_model_len=self._model.max_model_len)
-        doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=self._clock)
-        host = AsyncHost(worker, doorway, inbox, self._clock, self._executor, is_checked=self._is_checked)
+        clock = process.clock
+        doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock, usage=process.usage)
+        host = AsyncHost(worker, doorway, inbox, clock, self._executor, is_checked=self._is_checked, pace=process.pace)
         loop = asyncio.get_running_loop()
         self.workers[identity.worker_id] = worker
         self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]
         self._network.listen(identity.worker_id, doorway.accept)
+
+    def _this_process(self, worker_id: WorkerId) -> Process:
+        return Process(clock=self._clock, dialer=self._network)
 
     def worker_set(self) -> WorkerSet:
         """Addresses of all live workers."""
@@ -96,19 +126,23 @@ class LocalCluster:
 
     async def kill_worker(self, worker_id: WorkerId) -> None:
         """End a worker as SIGKILL would: no message, no cleanup, its memory unreadable."""
+        await self._end_tasks(self.drop_worker(worker_id))
+
+    def drop_worker(self, worker_id: WorkerId) -> list[asyncio.Task[None]]:
+        """Forget a worker whose process has died, and break its connections. Returns its tasks, which never ended."""
         worker = self.workers.pop(worker_id)
         self._network.stop_listening(worker_id)
         self._fabric.kill(Peer(worker=worker_id, epoch=worker.epoch))
         for link in self._network.links:
             if link.peer == worker_id:
                 link.lose()
-        await self._end_tasks(worker_id)
+        return self._tasks.pop(worker_id)
 
     async def stop_worker(self, worker_id: WorkerId) -> None:
         """End a worker in order: its step first, then its links and its transport."""
         worker = self.workers.pop(worker_id)
         self._network.stop_listening(worker_id)
-        await self._end_tasks(worker_id)
+        await self._end_tasks(self._tasks.pop(worker_id))
         for link in self._network.links:
             if link.peer == worker_id:
                 await link.close("the worker stopped")
@@ -122,14 +156,13 @@ class LocalCluster:
         if self._failures:
             raise self._failures[0]
 
-    async def _end_tasks(self, worker_id: WorkerId) -> None:
-        tasks = self._tasks.pop(worker_id)
+    async def _end_tasks(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         self._failures += [result for result in results if isinstance(result, Exception)]
 
-    def _build(self, identity: WorkerIdentity) -> tuple[Worker, Inbox]:
+    def _build(self, identity: WorkerIdentity, process: Process) -> tuple[Worker, Inbox]:
         runner, view = self._make_runner(identity)
         block_bytes = self._model.layout.block_bytes()
         region = Region(address=0, block_bytes=block_bytes, num_blocks=runner.num_blocks, device="cpu", view=view)
@@ -150,6 +183,7 @@ class LocalCluster:
             runner=runner,
             handshake=handshake,
             digester=digester,
-            transfer=Puller(transport, digester, clock=self._clock),
+            transfer=Puller(transport, digester, clock=process.clock),
+            timer=process.timer,
         )
         return worker, Inbox()

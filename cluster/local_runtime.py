@@ -5,17 +5,19 @@ The controller, routers, workers and their protocols are the real ones; processe
 the simulator run on it. Knows nothing about Ray, HTTP or why something starts; imports no torch.
 """
 
+import asyncio
 import os
+from collections.abc import Callable
 
 from cluster.assembly import WorkerIdentity
-from cluster.local import LocalCluster
+from cluster.local import LocalCluster, Process
 from cluster.router_host import ControllerDoorway, build_service
 from cluster.runtime import Observed, RouterSpec, WorkerSpec
 from core.clock import Clock
 from core.errors import ClusterError, PdclusterError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import MemoryNetwork
-from router.service import RouterService
+from router.service import CHECK_S, RouterService
 from router.text import TextCodec
 
 
@@ -26,8 +28,24 @@ class LocalRuntime:
     that broke or could not be built is reported with the reason; `LocalCluster.close` raises what broke it.
     """
 
-    def __init__(self, cluster: LocalCluster, *, clock: Clock, network: MemoryNetwork, text: TextCodec) -> None:
-        """`text`: tokenizer and template of every router, whatever the model path of its spec."""
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        *,
+        clock: Clock,
+        network: MemoryNetwork,
+        text: TextCodec,
+        process_of: Callable[[RouterId], Process] | None = None,
+        pid: int | None = None,
+        check_s: float = CHECK_S,
+    ) -> None:
+        """`text`: tokenizer and template of every router, whatever the model path of its spec. `process_of`: what a
+        router that starts now runs in; None: all in this one. `pid`: the members' process id; None: this one's.
+        `check_s`: how often routers check themselves.
+        """
+        self._process_of = process_of or self._this_process
+        self._pid = os.getpid() if pid is None else pid
+        self._check_s = check_s
         self._cluster = cluster
         self._clock = clock
         self._network = network
@@ -50,10 +68,24 @@ class LocalRuntime:
         router = self.routers.get(spec.id)
         if self._is_running(spec, router.epoch if router else None):
             return
-        service = build_service(spec, clock=self._clock, dialer=self._network, text=self._text)
+        process = self._process_of(spec.id)
+        await asyncio.get_running_loop().create_task(self._start_in(process, spec), context=process.context.copy())
+
+    async def _start_in(self, process: Process, spec: RouterSpec) -> None:
+        service = build_service(
+            spec,
+            clock=process.clock,
+            dialer=process.dialer,
+            text=self._text,
+            pid=self._pid,
+            check_s=self._check_s,
+        )
         await service.start()
         self.routers[spec.id] = service
-        self._network.listen(spec.id, ControllerDoorway(service, self._clock).accept)
+        self._network.listen(spec.id, ControllerDoorway(service, process.clock).accept)
+
+    def _this_process(self, router_id: RouterId) -> Process:
+        return Process(clock=self._clock, dialer=self._network)
 
     async def observe(self) -> list[Observed]:
         ended, self._ended = self._ended, []
@@ -63,7 +95,7 @@ class LocalRuntime:
                 await self._cluster.kill_worker(worker_id)
                 problem = f"{type(failure).__name__}: {failure}"
                 ended.append(Observed(id=worker_id, role=worker.role, epoch=worker.epoch, alive=False, problem=problem))
-        pid = os.getpid()
+        pid = self._pid
         workers = [
             Observed(id=id_, role=worker.role, epoch=worker.epoch, alive=True, endpoint=id_, pid=pid)
             for id_, worker in self._cluster.workers.items()

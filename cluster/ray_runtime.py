@@ -38,6 +38,7 @@ from core.config import ClusterConfig
 from core.errors import ClusterError
 from core.ids import Epoch, WorkerId
 from core.link_grpc import GrpcDialer
+from kvtransfer.tiers.files import OsFiles
 
 CONTROLLER_NAME = "controller"
 CONTROLLER_FILE = "controller.json"
@@ -80,7 +81,7 @@ class ControllerActor(ControllerHost):
                 runtime=RayRuntime(name, target.config, Path(log_dir)),
                 clock=SystemClock(),
                 dialer=GrpcDialer(),
-                record=RecordFile(Path(directory) / CONTROLLER_FILE, target.config.name),
+                record=RecordFile(OsFiles(Path(directory)), CONTROLLER_FILE, target.config.name),
             )
 
         super().__init__(build, Path(log_dir))

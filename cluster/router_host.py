@@ -15,7 +15,7 @@ from core.layout import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from core.link import Dialer, Link
 from core.messages import HEARTBEAT_S, Audit, Drain, Hello, Reject, WorkerSet
 from router.actions import StallLimits
-from router.service import RouterService
+from router.service import CHECK_S, RouterService
 from router.text import TextCodec
 
 HELLO_TIMEOUT_S = 5.0
@@ -23,7 +23,15 @@ Facts = Callable[[], dict[str, int]]
 
 
 def build_service(
-    spec: RouterSpec, *, clock: Clock, dialer: Dialer, text: TextCodec, url: str = "", facts: Facts = dict
+    spec: RouterSpec,
+    *,
+    clock: Clock,
+    dialer: Dialer,
+    text: TextCodec,
+    url: str = "",
+    pid: int | None = None,
+    facts: Facts = dict,
+    check_s: float = CHECK_S,
 ) -> RouterService:
     """The router that a spec asks for, not yet started."""
     config = spec.config
@@ -41,7 +49,9 @@ def build_service(
         request_timeout_s=config.router.request_timeout_s,
         stall=StallLimits(prompt_s=config.router.prompt_stall_s, stream_s=config.router.stream_stall_s),
         url=url,
+        pid=pid,
         facts=facts,
+        check_s=check_s,
     )
 
 

@@ -32,7 +32,7 @@ from core.messages import (
     Welcome,
     WorkerStatus,
 )
-from core.process import read_usage
+from core.process import ProcessUsage, read_usage
 from core.worker import Worker
 
 HELLO_TIMEOUT_S = 5.0
@@ -89,9 +89,11 @@ class Doorway:
         inbox: Inbox,
         clock: Clock,
         facts: Callable[[], dict[str, int]] = dict,
+        usage: Callable[[], ProcessUsage | None] = read_usage,
     ) -> None:
-        """`facts`: numbers about the process, added to the books of an audit."""
+        """`facts`: numbers about the process, added to the books of an audit; `usage`: those of its heartbeats."""
         self._welcome = welcome
+        self._usage = usage
         self._facts = facts
         self._inbox = inbox
         self._clock = clock
@@ -166,7 +168,7 @@ class Doorway:
     def heartbeat(self) -> None:
         """To every peer, unless the step is stuck or has ended: nobody answers for a worker that is not there."""
         if not self.is_mute and self._clock.now() - self._status_s < STEP_STALL_S:
-            status = replace(self._status, process=read_usage())
+            status = replace(self._status, process=self._usage())
             for router in list(self._links):
                 self._send(router, [status])
 
@@ -293,7 +295,8 @@ class ThreadedHost:
 class AsyncHost:
     """Worker and doorway on one loop, for the in-process runtime and the simulator.
 
-    With an executor the steps run there, so that links and heartbeats live on while a model computes.
+    With an executor the steps run there, so that links and heartbeats live on while a model computes. With a pace they
+    take time of the clock: a step's work is done at its start, and what it has to say leaves at its end.
     """
 
     def __init__(
@@ -305,14 +308,17 @@ class AsyncHost:
         executor: Executor | None = None,
         *,
         is_checked: bool = False,
+        pace: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`is_checked`: assert the worker's invariants after every step, not only when it is idle."""
+        """`is_checked`: assert the worker's invariants after every step, not only when it is idle. `pace`: seconds that
+        the step just done takes."""
         self._is_checked = is_checked
         self.worker = worker
         self._doorway = doorway
         self._inbox = inbox
         self._clock = clock
         self._executor = executor
+        self._pace = pace
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -321,7 +327,10 @@ class AsyncHost:
         while True:
             self._wake.clear()
             did_work = await self._step()
-            self._doorway.deliver(self.worker.take_outbound(), self.worker.status())
+            outbound, status = self.worker.take_outbound(), self.worker.status()
+            if (step_s := self._pace()) > 0:
+                await self._clock.sleep(step_s)
+            self._doorway.deliver(outbound, status)
             if self._is_checked or not did_work:
                 self.worker.check()
             if did_work:
@@ -336,8 +345,9 @@ class AsyncHost:
         return await loop.run_in_executor(self._executor, step_once, self.worker, self._inbox, self._clock.now())
 
     async def _pause(self) -> None:
-        """Until a message arrives or IDLE_WAIT_S of the clock passed."""
-        sleep = asyncio.ensure_future(self._clock.sleep(IDLE_WAIT_S))
+        """Until a message arrives; while anything is held, until IDLE_WAIT_S of the clock passed at most."""
+        longest_s = IDLE_WAIT_S if any(self.worker.books().values()) else CHECK_IDLE_S
+        sleep = asyncio.ensure_future(self._clock.sleep(longest_s))
         wake = asyncio.ensure_future(self._wake.wait())
         try:
             await asyncio.wait({sleep, wake}, return_when=asyncio.FIRST_COMPLETED)

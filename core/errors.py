@@ -121,7 +121,7 @@ class TransferFailedError(PdclusterError):
 
 
 class TierFilesError(PdclusterError):
-    """A tier's file '{file}': {operation} failed: {cause}."""
+    """The file '{file}': {operation} failed: {cause}."""
 
     retryable = True
 
@@ -209,3 +209,7 @@ class ClusterError(PdclusterError):
 
 class BenchError(PdclusterError):
     """Bench of {subject}: {problem}"""
+
+
+class SimulationError(PdclusterError):
+    """The simulation cannot go on: {problem}."""

@@ -6,6 +6,8 @@ of connection; the gRPC link is `core.link_grpc`. Knows nothing about what the m
 """
 
 import asyncio
+import contextvars
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -59,16 +61,19 @@ Accept = Callable[[Link], Awaitable[None]]
 
 
 class MemoryLink:
-    """One end of an in-memory link. Frames arrive in order, each after a delay from [delay_min_s, delay_max_s]."""
+    """One end of an in-memory link. Frames arrive in order, each after the network's delay."""
 
-    def __init__(self, peer: str, clock: Clock, rng: random.Random, delay_s: tuple[float, float]) -> None:
+    def __init__(self, peer: str, network: "MemoryNetwork", reader: str) -> None:
+        """`reader`: who receives at this end."""
         self.peer = peer
-        self._clock = clock
-        self._rng = rng
-        self._delay_s = delay_s
+        self.reader = reader
+        self._network = network
         self._arrived: deque[tuple[float, bytes]] = deque()
         self._wake = asyncio.Event()
         self._closed_reason: str | None = None
+        self._late_reason: str | None = None
+        """Why the other side closed, while nothing gets through."""
+        self._is_clogged = False
         self._other: MemoryLink | None = None
 
     def join(self, other: "MemoryLink") -> None:
@@ -81,19 +86,21 @@ class MemoryLink:
         if len(self._other._arrived) >= LINK_MESSAGES_MAX:
             self._cut("overflow")
             raise LinkOverflowError(peer=self.peer, limit_messages=LINK_MESSAGES_MAX)
-        due = self._clock.now() + self._rng.uniform(*self._delay_s)
-        if self._other._arrived:
-            due = max(due, self._other._arrived[-1][0])
-        self._other._arrived.append((due, encode_frame(messages)))
+        frame = encode_frame(messages)
+        arrived = self._other._arrived
+        due_s = self._network.due_s(len(frame), arrived[-1][0] if arrived else 0.0)
+        arrived.append((due_s, frame))
+        self._network.on_send(self.reader, self._other.reader, messages)
         self._other._wake.set()
 
     async def receive(self) -> list[AnyMessage]:
+        clock = self._network.clock
         while True:
-            if self._arrived:
-                wait_s = self._arrived[0][0] - self._clock.now()
+            if self._arrived and not self._is_clogged:
+                wait_s = self._arrived[0][0] - clock.now()
                 if wait_s <= 0:
                     return decode_frame(self._arrived.popleft()[1])
-                await self._clock.sleep(wait_s)
+                await clock.sleep(wait_s)
                 continue
             if self._closed_reason is not None:
                 raise LinkClosedError(peer=self.peer, reason=self._closed_reason)
@@ -117,43 +124,119 @@ class MemoryLink:
             self._other._arrived.clear()
         self._cut("connection lost")
 
+    def clog(self) -> None:
+        """Nothing gets through in either direction, not even the end of the connection, until `unclog`."""
+        for end in self._ends():
+            end._is_clogged = True
+
+    def unclog(self) -> None:
+        """What was held back arrives."""
+        for end in self._ends():
+            end._is_clogged = False
+            if end._late_reason is not None and end._closed_reason is None:
+                end._closed_reason = end._late_reason
+            end._wake.set()
+
+    @property
+    def readers(self) -> frozenset[str]:
+        """Who it joins."""
+        return frozenset(end.reader for end in self._ends())
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing is sent or received any more, at either end."""
+        return all(end._closed_reason is not None for end in self._ends())
+
+    def _ends(self) -> list["MemoryLink"]:
+        return [self] if self._other is None else [self, self._other]
+
     def _cut(self, reason: str) -> None:
-        for end in (self, self._other):
-            if end is not None and end._closed_reason is None:
+        for end in self._ends():
+            if end is not self and end._is_clogged:
+                end._late_reason = end._late_reason or reason
+            elif end._closed_reason is None:
                 end._closed_reason = reason
                 end._wake.set()
 
 
-class MemoryNetwork:
-    """Dialer and listener of in-memory links, by endpoint name."""
+def _unobserved(_sender: str, _receiver: str, _messages: list[AnyMessage]) -> None:
+    """Nobody looks."""
 
-    def __init__(self, clock: Clock, *, seed: int = 0, delay_s: tuple[float, float] = (0.0, 0.0)) -> None:
-        self._clock = clock
+
+class MemoryNetwork:
+    """Dialer and listener of in-memory links, by endpoint name. Who listens serves in the context it listened in."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        seed: int = 0,
+        delay_s: tuple[float, float] = (0.0, 0.0),
+        bytes_per_s: float = math.inf,
+    ) -> None:
+        """`delay_s`: bounds of a frame's latency; `bytes_per_s`: of each direction of a link."""
+        self.clock = clock
+        self.delay_s = delay_s
+        self.bytes_per_s = bytes_per_s
+        self.on_send: Callable[[str, str, list[AnyMessage]], None] = _unobserved
+        """Called with sender, receiver and messages of every frame."""
         self._rng = random.Random(seed)
-        self._delay_s = delay_s
-        self._listeners: dict[str, Accept] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: dict[str, tuple[Accept, contextvars.Context]] = {}
+        self._partitions: set[frozenset[str]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order: what closes them does so in the same order always
         self.links: list[MemoryLink] = []
         """Dialling ends of every link ever opened, for fault injection."""
 
     def listen(self, endpoint: str, accept: Accept) -> None:
-        self._listeners[endpoint] = accept
+        self._listeners[endpoint] = (accept, contextvars.copy_context())
 
     def stop_listening(self, endpoint: str) -> None:
         self._listeners.pop(endpoint, None)
 
-    async def dial(self, endpoint: str, timeout_s: float) -> Link:
-        accept = self._listeners.get(endpoint)
-        if accept is None:
+    def dialer(self, name: str) -> "NamedDialer":
+        """How the process `name` opens links: partitions apply to it."""
+        return NamedDialer(self, name)
+
+    async def dial(self, endpoint: str, timeout_s: float, source: str = "") -> Link:
+        """Connect as `source`."""
+        if frozenset((source, endpoint)) in self._partitions:
+            await self.clock.sleep(timeout_s)
+            raise LinkClosedError(peer=endpoint, reason=f"no answer within {timeout_s:g} s")
+        if endpoint not in self._listeners:
             raise LinkClosedError(peer=endpoint, reason="nobody listens")
-        near = MemoryLink(endpoint, self._clock, self._rng, self._delay_s)
-        far = MemoryLink(f"dialler of {endpoint}", self._clock, self._rng, self._delay_s)
+        accept, context = self._listeners[endpoint]
+        near = MemoryLink(endpoint, self, source or f"dialler of {endpoint}")
+        far = MemoryLink(f"dialler of {endpoint}", self, endpoint)
         near.join(far)
         self.links.append(near)
-        task = asyncio.get_running_loop().create_task(self._serve(accept, far))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = asyncio.get_running_loop().create_task(self._serve(accept, far), context=context.copy())
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return near
+
+    def partition(self, one: str, other: str) -> None:
+        """Nothing gets through between two processes, in open links and new ones, until `heal`."""
+        self._partitions.add(frozenset((one, other)))
+        for link in self.links_of(one, other):
+            link.clog()
+
+    def heal(self, one: str, other: str) -> None:
+        self._partitions.discard(frozenset((one, other)))
+        for link in self.links_of(one, other):
+            link.unclog()
+
+    def is_partitioned(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) in self._partitions
+
+    def links_of(self, *names: str) -> list[MemoryLink]:
+        """Open links that join all of `names`, which dialled with a name of their own."""
+        return [link for link in self.links if link.readers.issuperset(names) and not link.is_closed]
+
+    def due_s(self, num_bytes: int, after_s: float) -> float:
+        """When a frame that is sent now arrives, behind one that arrives at `after_s`."""
+        now = self.clock.now()
+        due_s = max(now + self._rng.uniform(*self.delay_s), after_s)
+        return due_s + num_bytes / self.bytes_per_s
 
     async def close(self) -> None:
         """Close every link and wait for the serving tasks."""
@@ -170,3 +253,14 @@ class MemoryNetwork:
             return
         finally:
             await link.close("peer finished")
+
+
+class NamedDialer:
+    """A `Dialer` for one process of a MemoryNetwork."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        self._network = network
+        self._name = name
+
+    async def dial(self, endpoint: str, timeout_s: float) -> Link:
+        return await self._network.dial(endpoint, timeout_s, self._name)

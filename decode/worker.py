@@ -8,7 +8,8 @@ prefill worker enters through `decode.intake`; the scheduler sees it only when e
 
 import itertools
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,15 @@ class DecodeWorker:
 
     role: Role = "decode"
 
-    def __init__(self, settings: DecodeSettings, *, scheduler: Scheduler, runner: Runner, puller: BlockPuller) -> None:
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        puller: BlockPuller,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.worker_id = settings.worker_id
         self.epoch = settings.epoch
         self._settings = settings
@@ -89,7 +98,7 @@ class DecodeWorker:
         self._runner = runner
         self._puller = puller
         self._outbox = Outbox(settings.worker_id, settings.epoch, (*DECODE_COUNTERS, *INTAKE_COUNTERS))
-        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows)
+        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows, now=timer)
         self._intake = Intake(
             pool=scheduler.pool,
             puller=puller,

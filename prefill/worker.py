@@ -7,6 +7,8 @@ moment it is final. Knows nothing about links, threads, decode workers' pools or
 
 import itertools
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.books import Check
@@ -77,6 +79,7 @@ class PrefillWorker:
         runner: Runner,
         digester: Digester,
         serving: BlockPuller,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker_id = settings.worker_id
         self.epoch = settings.epoch
@@ -93,7 +96,7 @@ class PrefillWorker:
         self._handoffs: dict[RequestId, Handoff] = {}
         self._by_sequence: dict[int, Handoff] = {}
         self._outbox = Outbox(settings.worker_id, settings.epoch, PREFILL_COUNTERS)
-        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows)
+        self._meter = StepMeter(self._outbox, num_rows=scheduler.table.num_rows, now=timer)
         self._is_draining = False
         self._advanced_s = -math.inf
 

@@ -72,6 +72,7 @@ class RouterService:
         request_timeout_s: float = 600.0,
         stall: StallLimits = DEFAULT_STALL_LIMITS,
         url: str = "",
+        pid: int | None = None,
         facts: Callable[[], dict[str, int]] = dict,
         check_s: float = CHECK_S,
     ) -> None:
@@ -84,6 +85,7 @@ class RouterService:
         self.model_name = model_name
         self.mode = mode
         self.url = url
+        self._pid = os.getpid() if pid is None else pid
         self.started_wall_s = clock.wall()
         self.is_draining = False
         self.admission = Admission(
@@ -199,7 +201,7 @@ class RouterService:
         return RouterStatus(
             router=self.router_id,
             epoch=self.epoch,
-            pid=os.getpid(),
+            pid=self._pid,
             url=self.url,
             num_in_flight=self.admission.num_in_flight,
             num_in_flight_max=self.admission.max_requests,

@@ -5,14 +5,16 @@ effect when `poll` finds it due: only then are the source's bytes copied, as the
 about what moves.
 """
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from core.clock import Clock
 from core.errors import TransferFailedError
-from core.ids import BlockId
+from core.ids import BlockId, WorkerId
 from kvtransfer.transport.base import Peer, ReadId, ReadResult, ReadState, Region
 from kvtransfer.transport.bounds import check_read, check_regions
 
@@ -54,10 +56,22 @@ class MemoryFabric:
         self.rng = random.Random(seed)
         self.faults = faults or MemoryFaults()
         self.regions: dict[Peer, Region] = {}
+        self.bytes_per_s = math.inf
+        """What one worker can give to all of its readers together."""
+        self.is_blocked: Callable[[WorkerId, WorkerId], bool] = lambda _reader, _source: False
+        """Whether reads of the first from the second stand still: a partition, or a stopped process."""
+        self._busy_s: dict[Peer, float] = {}
+
+    def due_s(self, source: Peer, num_bytes: int) -> float:
+        """When a read that starts now takes effect, behind those that `source` serves already."""
+        started_s = max(self.clock.now(), self._busy_s.get(source, 0.0))
+        self._busy_s[source] = started_s + num_bytes / self.bytes_per_s
+        return self._busy_s[source] + self.rng.uniform(*self.faults.delay_s)
 
     def kill(self, peer: Peer) -> None:
         """A worker dies: nobody can read from it any more, reads under way fail. Idempotent."""
         self.regions.pop(peer, None)
+        self._busy_s.pop(peer, None)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -136,7 +150,7 @@ class MemoryTransport:
             sources=list(sources),
             targets=list(targets),
             started_s=now,
-            due_s=now + rng.uniform(*faults.delay_s),
+            due_s=self._fabric.due_s(peer, len(sources) * self._region.block_bytes),
             is_stalled=rng.random() < faults.stall_rate,
         )
         read_id = ReadId(self._next_id)
@@ -153,7 +167,8 @@ class MemoryTransport:
         results = []
         for read_id, read in list(self._reads.items()):
             is_reachable = read.peer in self._peers and read.peer in self._fabric.regions
-            if is_reachable and (read.is_stalled or read.due_s > now):
+            is_open = read.is_stalled or read.due_s > now
+            if is_reachable and (is_open or self._fabric.is_blocked(self._self.worker, read.peer.worker)):
                 continue
             del self._reads[read_id]
             reason = self._carry_out(read) if is_reachable else "the peer is gone"

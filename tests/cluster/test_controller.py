@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
-from cluster.controller import LOOP_S, Controller, RecordFile
+from cluster.controller import LOOP_S, Controller, DurableRecord, RecordFile
 from cluster.reconcile import START_FAILURES_MAX, MemberId, Target
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
 from core.clock import ManualClock
@@ -16,6 +19,8 @@ from core.errors import ClusterError
 from core.ids import Epoch, RouterId, WorkerId
 from core.link import Link, MemoryNetwork
 from core.messages import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, AnyMessage, Hello, RouterStatus, WorkerSet
+from kvtransfer.tiers.files import OsFiles
+from kvtransfer.tiers.files_memory import MemoryFiles
 
 CONFIG = ClusterConfig.model_validate(
     {"schema_version": 1, "name": "test", "model": {"path": "m"}, "kv": {"device_blocks": 64}}
@@ -98,10 +103,11 @@ class Bench:
         self.network = MemoryNetwork(self.clock)
         self.runtime = FakeRuntime(self.network, self.clock)
         self.path = directory / "controller.json"
+        self.files = OsFiles(directory)
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:
-        record = RecordFile(self.path, "test")
+        record = RecordFile(self.files, "controller.json", "test")
         return Controller(
             target=TARGET, runtime=self.runtime, clock=self.clock, dialer=self.network, record=record
         )  # fmt: skip
@@ -278,4 +284,66 @@ def test_record_is_refused_with_its_path_when_it_is_damaged(tmp_path: Path) -> N
     path = tmp_path / "controller.json"
     path.write_text('{"schema_version": 1, "epoch":')
     with pytest.raises(ClusterError, match=r"controller\.json cannot be read"):
-        RecordFile(path, "test").read()
+        RecordFile(OsFiles(tmp_path), "controller.json", "test").read()
+
+
+def test_nothing_is_done_and_nothing_lost_while_the_record_cannot_be_written(tmp_path: Path) -> None:
+    """What is not recorded is not done: a controller that died then would not know of it."""
+
+    async def body() -> None:
+        bench = Bench(tmp_path)
+        bench.files = disk = MemoryFiles(seed=1)  # type: ignore[assignment]
+        bench.controller = bench.new_controller()
+        await bench.steps(3)
+        calls = list(bench.runtime.calls)
+        disk.faults.capacity_bytes = 0
+        (life,) = [life for life in bench.runtime.running if life[0] == PREFILL]
+        bench.runtime.running[life] = replace(bench.runtime.running[life], alive=False, problem="it broke")
+        await bench.steps(1)
+        del bench.runtime.running[life]  # an end is reported once
+        await bench.steps(5)
+        assert bench.runtime.calls == calls
+        assert "no space left" in bench.controller.status()["controller"]["problem"]
+        disk.faults.capacity_bytes = 2**20
+        await bench.steps(1)
+        assert "it broke" in bench.controller.status()["reason"]
+        await bench.steps(5)
+        assert f"start {PREFILL} 2" in bench.runtime.calls
+        await bench.close()
+
+    run(body())
+
+
+def test_record_is_whole_when_the_machine_fails_while_it_is_replaced() -> None:
+    """At any operation: the older one or the newer one is read."""
+    for num_operations in range(8):
+        for seed in range(10):
+            disk = MemoryFiles(seed=seed)
+            older = DurableRecord(schema_version=1, epoch=1, members={})
+            record = RecordFile(disk, "controller.json", "test")
+            record.write(older)
+            newer = replace_struct(older, epoch=2)
+            with pytest.raises(Failed) if num_operations < 5 else nullcontext():
+                RecordFile(_Failing(disk, num_operations), "controller.json", "test").write(newer)
+            disk.crash()
+            assert record.read() in (older, newer)
+            record.write(newer)
+            assert record.read() == newer
+
+
+class Failed(Exception):
+    """The machine fails here."""
+
+
+class _Failing:
+    """Files of a machine that fails at one operation."""
+
+    def __init__(self, disk: MemoryFiles, num_operations: int) -> None:
+        self._disk = disk
+        self._left = num_operations
+
+    def __getattr__(self, name: str) -> Any:
+        if self._left == 0:
+            raise Failed(name)
+        self._left -= 1
+        return getattr(self._disk, name)

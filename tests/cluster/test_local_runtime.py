@@ -21,6 +21,7 @@ from core.ids import Epoch, RouterId, WorkerId
 from core.link import MemoryNetwork
 from core.request import SamplingParams
 from engine.standin import StandinRunner, expected_tokens
+from kvtransfer.tiers.files import OsFiles
 from kvtransfer.transport.memory import MemoryFabric
 from router.generation import ChildDelta, PreparedRequest
 from router.service import RouterService
@@ -45,7 +46,7 @@ class Stage:
 
     def __init__(self, directory: Path) -> None:
         (directory / "test.yaml").write_text(YAML)
-        self.record = RecordFile(directory / "controller.json", "test")
+        self.record = RecordFile(OsFiles(directory), "controller.json", "test")
         self.clock = ManualClock()
         self.network = MemoryNetwork(self.clock, seed=1, delay_s=(0.0, 0.003))
         self.target = Target(config=load_config(directory / "test.yaml"), model_path=directory)

@@ -109,8 +109,9 @@ def test_messages_under_way_change_nothing_when_their_link_was_replaced() -> Non
     async def scene() -> None:
         older, _ = await door.knock(1)
         assert isinstance(older, MemoryLink)
-        older._delay_s = (0.5, 0.5)
+        door.network.delay_s = (0.5, 0.5)
         older.send([_cancel("old")])
+        door.network.delay_s = (0.0, 0.0)
         await door.knock(2)
         await door.clock.sleep(1.0)
         assert door.inbox.take() == [(ROUTER, None)]

@@ -13,9 +13,9 @@ import pytest
 from core.clock import ManualClock
 from core.errors import LinkClosedError, LinkOverflowError
 from core.ids import Epoch, RouterId
-from core.link import LINK_MESSAGES_MAX, Accept, Dialer, Link, MemoryNetwork
+from core.link import LINK_MESSAGES_MAX, Accept, Dialer, Link, MemoryLink, MemoryNetwork
 from core.link_grpc import GrpcDialer, GrpcServer
-from core.messages import AnyMessage, Drain, Hello, Reject
+from core.messages import AnyMessage, Drain, Hello, Reject, encode_frame
 
 TIMEOUT_S = 20.0
 Open = Callable[[Accept], AbstractAsyncContextManager[tuple[Dialer, str]]]
@@ -50,6 +50,12 @@ def run(test: Coroutine[Any, Any, None]) -> None:
             await test
 
     asyncio.run(bounded())
+
+
+async def turns(count: int = 10) -> None:
+    """Let what is ready run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def hello(number: int) -> Hello:
@@ -169,5 +175,54 @@ def test_dial_is_refused_when_nobody_listens(open_listener: Open) -> None:
         async with open_listener(echo) as (dialer, _endpoint):
             with pytest.raises(LinkClosedError):
                 await dialer.dial("127.0.0.1:1", 0.3)
+
+    run(body())
+
+
+def test_nothing_gets_through_a_partition_and_everything_after_it() -> None:
+    """Frames, the end of the connection, and new connections."""
+    clock = ManualClock()
+    network = MemoryNetwork(clock)
+
+    async def body() -> None:
+        network.listen("worker", echo)
+        dialer = network.dialer("router")
+        link, doomed = await dialer.dial("worker", 1.0), await dialer.dial("worker", 1.0)
+        other = await network.dialer("router-2").dial("worker", 1.0)
+        network.partition("router", "worker")
+        link.send([hello(1)])
+        other.send([hello(2)])
+        await doomed.close("enough")
+        waiting = asyncio.ensure_future(link.receive())
+        assert await other.receive() == [hello(2)]
+        late = asyncio.ensure_future(dialer.dial("worker", 1.0))
+        await turns()
+        clock.advance(1.0)
+        with pytest.raises(LinkClosedError, match="no answer within 1 s"):
+            await late
+        assert not waiting.done() and len(network.links_of("router", "worker")) == 2
+        network.heal("router", "worker")
+        assert await waiting == [hello(1)]
+        await turns()
+        assert [link.peer for link in network.links_of("router", "worker")] == ["worker"]
+        await network.close()
+
+    run(body())
+
+
+def test_frames_queue_behind_each_other_when_a_link_is_slow() -> None:
+    clock = ManualClock()
+    network = MemoryNetwork(clock, delay_s=(1.0, 1.0), bytes_per_s=100.0)
+    size = len(encode_frame([hello(1)]))
+
+    async def body() -> None:
+        network.listen("worker", ignore)
+        link = await network.dial("worker", 1.0)
+        assert isinstance(link, MemoryLink) and link._other is not None
+        link.send([hello(1)])
+        link.send([hello(2)])
+        due = [due_s for due_s, _frame in link._other._arrived]
+        assert due == pytest.approx([1.0 + size / 100, 1.0 + 2 * size / 100])
+        await network.close()
 
     run(body())

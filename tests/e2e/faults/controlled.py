@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster.controller import Controller, RecordFile
 from cluster.local_runtime import LocalRuntime
 from cluster.reconcile import Target
+from kvtransfer.tiers.files import OsFiles
 from router.app import build_app
 from tests.e2e.faults.freezing import FreezableClock, FreezableDialer, Freezer
 from tests.e2e.faults.gated import GatedSelector
@@ -21,7 +22,7 @@ class ControlledStage(FaultStage):
 
     def __init__(self, directory: Path, *, num_pairs: int) -> None:
         super().__init__(num_pairs=num_pairs)
-        self.record = RecordFile(directory / "controller.json", "faults")
+        self.record = RecordFile(OsFiles(directory), "controller.json", "faults")
         self.target = Target(config=self.config, model_path=directory)
         self.runtime = LocalRuntime(self.cluster, clock=self.clock, network=self.network, text=LetterCodec())
         self.controller_freezer = Freezer()

@@ -100,8 +100,8 @@ class GatedNetwork(MemoryNetwork):
         super().__init__(clock, seed=1, delay_s=(0.0, 0.003))
         self._gates = gates
 
-    async def dial(self, endpoint: str, timeout_s: float) -> Link:
-        link = await super().dial(endpoint, timeout_s)
+    async def dial(self, endpoint: str, timeout_s: float, source: str = "") -> Link:
+        link = await super().dial(endpoint, timeout_s, source)
         assert isinstance(link, MemoryLink)
         return GatedLink(link, self._gates)
 

@@ -1,0 +1,104 @@
+"""A process of the simulated cluster: it can be stopped and continued (SIGSTOP, SIGCONT) and killed (SIGKILL); its
+clock starts anywhere and may run fast or slow, and its steps take time.
+
+All that runs in its context belongs to it. While it is stopped nothing of it runs, and what became ready runs in order
+when it goes on; once it is dead nothing of it ever runs, no cleanup either. Knows nothing about what the members do.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Literal, TypeVar
+
+from cluster.local import Process
+from cluster.sim.loop import OWNER, Turn, VirtualLoop
+from core.clock import Clock
+from core.link import Dialer
+from core.process import ProcessUsage
+
+Result = TypeVar("Result")
+NO_USAGE = ProcessUsage(cpu_s=0.0, resident_bytes=0, num_open_fds=0)
+
+
+class SkewedClock:
+    """A process's own view of the time: from another origin, and `rate` times as fast."""
+
+    def __init__(self, clock: Clock, offset_s: float, rate: float) -> None:
+        self._clock = clock
+        self._offset_s = offset_s
+        self._rate = rate
+
+    def now(self) -> float:
+        return self._offset_s + self._clock.now() * self._rate
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds / self._rate)
+
+
+class SimProcess(Process):
+    """See the module."""
+
+    def __init__(
+        self, name: str, loop: VirtualLoop, clock: Clock, dialer: Dialer, *, offset_s: float = 0.0, rate: float = 1.0
+    ) -> None:
+        """`offset_s`, `rate`: of its clock against the common one."""
+        super().__init__(
+            clock=SkewedClock(clock, offset_s, rate),
+            dialer=dialer,
+            pace=self._take_step,
+            timer=loop.time,
+            usage=lambda: NO_USAGE,
+        )
+        self.name = name
+        self.state: Literal["running", "stopped", "dead"] = "running"
+        self.step_s = 0.0
+        """What steps have cost since the host last asked: the runner adds to it."""
+        self._rate = rate
+        self._loop = loop
+        self._kept: deque[Turn] = deque()
+        self._stuck_until_s = 0.0
+        self.context.run(OWNER.set, self)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Run it in this process."""
+        return self._loop.create_task(coroutine, context=self.context.copy())
+
+    def _take_step(self) -> float:
+        step_s, self.step_s = self.step_s, 0.0
+        return max(step_s, self._stuck_until_s - self._loop.time()) * self._rate
+
+    def take_turn(self, turn: Turn) -> None:
+        """As `cluster.sim.loop.Owner`."""
+        if self.state == "running":
+            turn.run()
+        elif self.state == "stopped":
+            self._kept.append(turn)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        if self.state == "running":
+            self.state = "stopped"
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if self.state != "stopped":
+            return
+        self.state = "running"
+        while self._kept:
+            self._loop.run_turn(self._kept.popleft())
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.state = "dead"
+        self._kept.clear()
+
+    def bury(self) -> None:
+        """What never ended may end now: the simulation is over, and nothing it does counts."""
+        self.state = "running"
+
+    def get_stuck(self, seconds: float) -> None:
+        """No step ends before so long; the rest of the process goes on."""
+        self._stuck_until_s = self._loop.time() + seconds
