@@ -1,4 +1,4 @@
-"""The command line: `pdcluster up | down | status | validate | chat | bench | model | version`.
+"""The command line: `pdcluster up | down | status | validate | chat | bench | simulate | model | version`.
 
 Commands parse, call and print; what they do lies in `cluster.cli_prepare`, `cluster.cli_up` and `cluster.chat`. Heavy
 modules are imported inside the commands that need them, so that `--help` and `validate` load neither torch nor Ray.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli_bench import bench
+from cluster.cli_simulate import simulate
 from core.errors import ConfigError, ModelLoadError, PdclusterError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(simulate)
 
 
 _FILE = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))

@@ -71,7 +71,9 @@ class LocalCluster:
         self._process_of = process_of or self._this_process
         self._is_checked = is_checked
         self.config = config
-        self._model = model
+        self.model = model
+        self.models: dict[WorkerId, ServedModel] = {}
+        """What some workers serve instead, from their next start on."""
         self._make_runner = make_runner
         self._clock = clock
         self._network = network
@@ -98,8 +100,9 @@ class LocalCluster:
         process.context.run(self._start_in, process, identity)
 
     def _start_in(self, process: Process, identity: WorkerIdentity) -> None:
-        worker, inbox = self._build(identity, process)
-        welcome = welcome_of(worker, pid=0, model_name=self._model.name, max_model_len=self._model.max_model_len)
+        model = self.models.get(identity.worker_id, self.model)
+        worker, inbox = self._build(identity, model, process)
+        welcome = welcome_of(worker, pid=0, model_name=model.name, max_model_len=model.max_model_len)
         clock = process.clock
         doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock, usage=process.usage)
         host = AsyncHost(worker, doorway, inbox, clock, self._executor, is_checked=self._is_checked, pace=process.pace)
@@ -162,16 +165,16 @@ class LocalCluster:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         self._failures += [result for result in results if isinstance(result, Exception)]
 
-    def _build(self, identity: WorkerIdentity, process: Process) -> tuple[Worker, Inbox]:
+    def _build(self, identity: WorkerIdentity, model: ServedModel, process: Process) -> tuple[Worker, Inbox]:
         runner, view = self._make_runner(identity)
-        block_bytes = self._model.layout.block_bytes()
+        block_bytes = model.layout.block_bytes()
         region = Region(address=0, block_bytes=block_bytes, num_blocks=runner.num_blocks, device="cpu", view=view)
         peer = Peer(worker=identity.worker_id, epoch=identity.epoch)
         transport = MemoryTransport(self._fabric, peer, region)
         digester = BlockDigester(view, block_bytes)
         handshake = build_handshake(
             self.config,
-            self._model,
+            model,
             num_blocks=runner.num_blocks,
             transport=transport.name,
             transport_metadata=transport.metadata(),
@@ -179,7 +182,7 @@ class LocalCluster:
         worker = build_worker(
             identity,
             self.config,
-            self._model,
+            model,
             runner=runner,
             handshake=handshake,
             digester=digester,

@@ -8,15 +8,14 @@ when it goes on; once it is dead nothing of it ever runs, no cleanup either. Kno
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from cluster.local import Process
-from cluster.sim.loop import OWNER, Turn, VirtualLoop
+from cluster.sim.loop import OWNER, Result, Turn, VirtualLoop
 from core.clock import Clock
 from core.link import Dialer
 from core.process import ProcessUsage
 
-Result = TypeVar("Result")
 NO_USAGE = ProcessUsage(cpu_s=0.0, resident_bytes=0, num_open_fds=0)
 
 
@@ -74,7 +73,7 @@ class SimProcess(Process):
         """As `cluster.sim.loop.Owner`."""
         if self.state == "running":
             turn.run()
-        elif self.state == "stopped":
+        else:
             self._kept.append(turn)
 
     def stop(self) -> None:
@@ -84,20 +83,18 @@ class SimProcess(Process):
 
     def go_on(self) -> None:
         """SIGCONT."""
-        if self.state != "stopped":
-            return
-        self.state = "running"
-        while self._kept:
-            self._loop.run_turn(self._kept.popleft())
+        if self.state == "stopped":
+            self.bury()
 
     def kill(self) -> None:
         """SIGKILL."""
         self.state = "dead"
-        self._kept.clear()
 
     def bury(self) -> None:
-        """What never ended may end now: the simulation is over, and nothing it does counts."""
+        """Let what never ended run to its end; of a dead process, once the simulation is over and nothing counts."""
         self.state = "running"
+        while self._kept:
+            self._loop.run_turn(self._kept.popleft())
 
     def get_stuck(self, seconds: float) -> None:
         """No step ends before so long; the rest of the process goes on."""

@@ -171,7 +171,7 @@ def _compare(item: dict[str, Any], tokens: list[int], logprobs: list[Any]) -> in
 async def _serve_all(served: Served) -> None:
     items = _golden()
     block_size = served.config.kv.block_size
-    block_bytes = served.cluster._model.layout.block_bytes()
+    block_bytes = served.cluster.model.layout.block_bytes()
     flips = 0
     for item in items:
         before = served.counters("decode-0") if served.config.decode.workers == 1 else None

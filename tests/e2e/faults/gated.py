@@ -157,12 +157,9 @@ class GatedCluster(LocalCluster):
 
     def start_incompatible(self, identity: WorkerIdentity) -> None:
         """Start a worker with the weights of another model."""
-        model = self._model
-        self._model = replace(model, weight_identity=WeightIdentity("other"))
-        try:
-            self.start_worker(identity)
-        finally:
-            self._model = model
+        self.models[identity.worker_id] = replace(self.model, weight_identity=WeightIdentity("other"))
+        self.start_worker(identity)
+        del self.models[identity.worker_id]
 
     def end_step(self, worker: WorkerId) -> None:
         """The step dies; the doorway goes on."""
