@@ -77,7 +77,7 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str) -> dict
     return fields
 
 
-def _objectives(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> "Objectives | None":
+def parse_objectives(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> "Objectives | None":
     from cluster.bench.summary import SLO_METRICS, Objectives
 
     limits: dict[str, float] = {}
@@ -92,7 +92,7 @@ def _objectives(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     return Objectives(limits_ms=limits) if limits else None
 
 
-def _percentiles(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+def parse_percentiles(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
     try:
         numbers = tuple(float(part) for part in value.split(","))
     except ValueError as error:
@@ -176,8 +176,8 @@ def bench() -> None:
 @click.option("--num-warmups", type=click.IntRange(min=0), default=0, help="Requests before, which do not count.")
 @click.option("--rounds", type=Positive, help="Repetitions with new prompts; 1, or 3 when two servers are compared.")
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for exactly --output-len tokens, and check that.")
-@click.option("--goodput", "objectives", multiple=True, callback=_objectives, help="'ttft:MS tpot:MS e2el:MS', any.")
-@click.option("--percentiles", default="50,90,99", callback=_percentiles, show_default=True, help="Of each latency.")
+@click.option("--goodput", "objectives", multiple=True, callback=parse_objectives, help="ttft:MS tpot:MS e2el:MS, any")
+@click.option("--percentiles", default="50,90,99", callback=parse_percentiles, show_default=True, help="Of latencies.")
 @click.option("--save-detailed", is_flag=True, help="Write one entry per request, too.")
 @_RESULT
 def serve(result: Path | None, **flags: Any) -> None:

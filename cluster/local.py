@@ -9,7 +9,7 @@ nothing about processes, Ray or HTTP; imports no torch.
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -40,8 +40,8 @@ class Process:
     dialer: Dialer
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """Of every task of the member."""
-    pace: Callable[[], float] = lambda: 0.0
-    """Seconds that the step just done takes."""
+    spend_step: Callable[[], Awaitable[None]] | None = None
+    """Waits as long as the step just done takes."""
     timer: Callable[[], float] = time.perf_counter
     """What measures the parts of a step."""
     usage: Callable[[], ProcessUsage | None] = read_usage
@@ -105,7 +105,15 @@ class LocalCluster:
         welcome = welcome_of(worker, pid=0, model_name=model.name, max_model_len=model.max_model_len)
         clock = process.clock
         doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock, usage=process.usage)
-        host = AsyncHost(worker, doorway, inbox, clock, self._executor, is_checked=self._is_checked, pace=process.pace)
+        host = AsyncHost(
+            worker,
+            doorway,
+            inbox,
+            clock,
+            self._executor,
+            is_checked=self._is_checked,
+            spend_step=process.spend_step,
+        )
         loop = asyncio.get_running_loop()
         self.workers[identity.worker_id] = worker
         self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]

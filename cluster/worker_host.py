@@ -9,7 +9,7 @@ dead worker; they stop when the step thread has not come round for STEP_STALL_S.
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 from msgspec.structs import replace
@@ -295,8 +295,8 @@ class ThreadedHost:
 class AsyncHost:
     """Worker and doorway on one loop, for the in-process runtime and the simulator.
 
-    With an executor the steps run there, so that links and heartbeats live on while a model computes. With a pace they
-    take time of the clock: a step's work is done at its start, and what it has to say leaves at its end.
+    With an executor the steps run there, so that links and heartbeats live on while a model computes. With `spend_step`
+    they take time of the clock: a step's work is done at its start, and what it has to say leaves at its end.
     """
 
     def __init__(
@@ -308,17 +308,17 @@ class AsyncHost:
         executor: Executor | None = None,
         *,
         is_checked: bool = False,
-        pace: Callable[[], float] = lambda: 0.0,
+        spend_step: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`is_checked`: assert the worker's invariants after every step, not only when it is idle. `pace`: seconds that
-        the step just done takes."""
+        """`is_checked`: assert the worker's invariants after every step, not only when it is idle. `spend_step`: waits
+        as long as the step just done takes."""
         self._is_checked = is_checked
         self.worker = worker
         self._doorway = doorway
         self._inbox = inbox
         self._clock = clock
         self._executor = executor
-        self._pace = pace
+        self._spend_step = spend_step
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -328,8 +328,8 @@ class AsyncHost:
             self._wake.clear()
             did_work = await self._step()
             outbound, status = self.worker.take_outbound(), self.worker.status()
-            if (step_s := self._pace()) > 0:
-                await self._clock.sleep(step_s)
+            if self._spend_step is not None:
+                await self._spend_step()
             self._doorway.deliver(outbound, status)
             if self._is_checked or not did_work:
                 self.worker.check()

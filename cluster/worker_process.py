@@ -15,7 +15,7 @@ from cluster.worker_host import STOP_TIMEOUT_S, Doorway, Inbox, ThreadedHost, we
 from core.clock import SystemClock
 from core.errors import ClusterError
 from core.link_grpc import GrpcServer
-from core.process import process_facts
+from core.process import give_way, process_facts
 from core.worker import Worker
 from engine.factory import load_runner
 from engine.model.directory import read_config
@@ -128,6 +128,7 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
 
 
 def _load_runner(spec: WorkerSpec, model: ServedModel) -> TorchRunner:
+    give_way()
     config = spec.config
     wants_cuda = config.model.device == "cuda" or (config.model.device == "auto" and spec.gpus > 0)
     return load_runner(

@@ -213,3 +213,11 @@ class BenchError(PdclusterError):
 
 class SimulationError(PdclusterError):
     """The simulation cannot go on: {problem}."""
+
+
+class TraceError(PdclusterError):
+    """{place}: {problem}. {remedy}."""
+
+
+class ProfileError(PdclusterError):
+    """Step profile {file}: {problem}. {remedy}."""

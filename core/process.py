@@ -5,10 +5,13 @@ Linux only, empty elsewhere. Knows nothing about the cluster.
 
 import os
 import resource
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
 
+COMPUTE_NICENESS = 10
 _DESCRIPTORS = Path("/proc/self/fd")
 _THREADS = Path("/proc/self/task")
 _STATM = Path("/proc/self/statm")
@@ -46,3 +49,13 @@ def process_facts() -> dict[str, int]:
         "threads": len(os.listdir(_THREADS)),
         "file_descriptors": usage.num_open_fds,
     }
+
+
+def give_way() -> None:
+    """This thread, and the threads that it starts, come after everybody else of this machine who has something to do.
+
+    Computing takes what is left: a router, a client or a thread that answers heartbeats needs little time, but needs it
+    at once. Linux counts priorities by thread; elsewhere nothing changes.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)

@@ -100,7 +100,7 @@ class RouterService:
         self._request_timeout_s = request_timeout_s
         self._stall = stall
         self._selector = RoundRobin()
-        self._runs: dict[RequestId, Run] = {}
+        self.runs: dict[RequestId, Run] = {}
         self._numbers = itertools.count()
         self._ticker: asyncio.Task[None] | None = None
         self._check_s = check_s
@@ -121,7 +121,7 @@ class RouterService:
     async def close(self) -> None:
         """End every request with an error and give all workers up."""
         self.is_draining = True
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             self._apply(run, run.flow.cancel())
             run.fail(OverloadedError(reason="the router is stopping"))
         await asyncio.sleep(0)  # cancellations leave with the next iteration
@@ -151,7 +151,7 @@ class RouterService:
             await self.clock.sleep(TICK_S)
             now = self.clock.now()
             asleep_s, self._looked_s = now - self._looked_s - TICK_S, now
-            for run in list(self._runs.values()):
+            for run in list(self.runs.values()):
                 if asleep_s >= ASLEEP_S:
                     run.flow.slept(asleep_s)
                 self._apply(run, run.flow.expire(now))
@@ -212,20 +212,20 @@ class RouterService:
     def books(self) -> dict[str, int]:
         """What is held for requests, by name; all 0 when nothing runs."""
         return {
-            "requests": len(self._runs),
+            "requests": len(self.runs),
             "in_flight": self.admission.num_in_flight,
             "queued_prompt_tokens": self.admission.num_queued_prompt_tokens,
-            "open_choices": sum(run.num_open for run in self._runs.values()),
+            "open_choices": sum(run.num_open for run in self.runs.values()),
         }
 
     def check(self) -> None:
         """RQ-1, RQ-2: every request has a ticket and a deadline, and is in one state."""
         self.admission.check()
         self.pool.check()
-        assert len(self.admission.tickets) == len(self._runs), (
-            f"RQ-1: {len(self.admission.tickets)} tickets for {len(self._runs)} requests"
+        assert len(self.admission.tickets) == len(self.runs), (
+            f"RQ-1: {len(self.admission.tickets)} tickets for {len(self.runs)} requests"
         )
-        for request_id, run in self._runs.items():
+        for request_id, run in self.runs.items():
             assert run.flow.request.request_id == request_id, f"RQ-1: {request_id} is misplaced"
             run.check()
             late_s = 0.0 if run.flow.is_ended else self._looked_s - run.flow.next_deadline()
@@ -243,7 +243,7 @@ class RouterService:
 
     def render_metrics(self) -> bytes:
         """Prometheus' text format."""
-        flows = [run.flow for run in self._runs.values()]
+        flows = [run.flow for run in self.runs.values()]
         num_running = sum(flow.request.num_children for flow in flows if flow.has_output)
         return self._metrics.render(
             num_in_flight=self.admission.num_in_flight,
@@ -291,7 +291,7 @@ class RouterService:
                 ticket.release()
             for run in runs:
                 self._apply(run, run.flow.cancel())
-                del self._runs[run.flow.request.request_id]
+                del self.runs[run.flow.request.request_id]
                 self._metrics.ended(run.outcome(), run.flow.facts.phase())
 
     def _admit(self, prompts: Sequence[PreparedRequest]) -> list[Ticket]:
@@ -310,7 +310,7 @@ class RouterService:
         """End every request that has this id with a RequestCancelledError; both its workers let go at once. Returns
         how many there were; an id of "" names none.
         """
-        runs = [run for run in self._runs.values() if client_request_id and run.client_request_id == client_request_id]
+        runs = [run for run in self.runs.values() if client_request_id and run.client_request_id == client_request_id]
         runs = [run for run in runs if not run.flow.is_ended]
         for run in runs:
             self._apply(run, run.flow.abort())
@@ -334,7 +334,7 @@ class RouterService:
             prompt=prompt,
             client_request_id=client_request_id,
         )
-        self._runs[request.request_id] = run
+        self.runs[request.request_id] = run
         return run
 
     def _select(self, run: Run) -> None:
@@ -371,7 +371,7 @@ class RouterService:
     # ---- reports of the pool -----------------------------------------------------------------------------------------
 
     def request_message(self, worker: WorkerId, message: RequestMessage) -> None:
-        run = self._runs.get(message.request_id)
+        run = self.runs.get(message.request_id)
         if run is not None:
             self._apply(run, run.flow.handle(worker, message, self.clock.now()))
 
@@ -381,11 +381,11 @@ class RouterService:
 
     def worker_lost(self, life: WorkerLife) -> None:
         self._metrics.worker_lost(life.worker)
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             self._apply(run, run.flow.worker_lost(life, self.clock.now()))
 
     def topology_changed(self) -> None:
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             self._select(run)
 
     def _make_client(self, address: WorkerAddress, listener: WorkerListener) -> WorkerClient:

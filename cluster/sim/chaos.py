@@ -8,9 +8,11 @@ requests are served. Knows nothing about where schedules come from.
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
-from cluster.sim.clients import Answer, Clients, sampling_of
+from cluster.sim.clients import Clients, Reply, sampling_of
+from cluster.sim.coverage import Cell, Coverage
 from cluster.sim.faults import Trouble
 from cluster.sim.loop import run_virtual
 from cluster.sim.schedule import BLOCK_SIZE, CREDIT_S, LEASE_S, VOCAB_SIZE, Asked, Fault, Schedule, Shape
@@ -38,6 +40,8 @@ class Verdict:
     seconds: float
     """Of virtual time."""
     endings: Counter[str]
+    cells: Counter[Cell]
+    """Cells of the fault matrix that it reached, and how often."""
     digest: str
     """Of the journal."""
     last_lines: tuple[str, ...]
@@ -65,6 +69,7 @@ def play(schedule: Schedule, log: TextIO | None = None) -> Verdict:
         problem=problem,
         seconds=run.ended_s,
         endings=Counter(answer.ending for answer in run.clients.answers),
+        cells=run.coverage.cells,
         digest=journal.digest(),
         last_lines=tuple(journal.last),
     )
@@ -107,7 +112,9 @@ def setting_of(schedule: Schedule) -> Setting:
         windows=shape.windows,
         num_blocks={"prefill": shape.prefill_blocks, "decode": shape.decode_blocks},
         link_delay_s=(0.0, shape.link_delay_s),
+        link_bytes_per_s=shape.link_bytes_per_s,
         read_bytes_per_s=shape.read_bytes_per_s,
+        num_cores=shape.num_cores,
         skew=shape.skew,
     )
 
@@ -120,6 +127,11 @@ class ChaosRun:
         self.world = World(config_of(schedule.shape), setting_of(schedule), log)
         self.clients = Clients(self.world)
         self.trouble = Trouble(self.world)
+        self.coverage = Coverage(self.world)
+        self.trouble.on_strike = self.coverage.strikes
+        self.clients.on_leave = partial(self.coverage.client, "client-hang-up")
+        self.clients.on_cancel = partial(self.coverage.client, "client-cancel")
+        self.clients.on_error = self.coverage.ended
         self.ended_s = 0.0
         self._judged: dict[str, tuple[str, int]] = {}
         """By answer: what it was when it was looked at last."""
@@ -168,6 +180,7 @@ class ChaosRun:
             if (failure := world.cluster.failure(worker_id)) is not None:
                 world.broken(f"{worker_id}: {type(failure).__name__}: {failure}")
         world.check()
+        self.coverage.look()
         if world.problems:
             return world.problems[0]
         now, limit_s = world.clock.now(), self.schedule.shape.request_timeout_s
@@ -179,7 +192,7 @@ class ChaosRun:
                 return problem
         return ""
 
-    def _judge(self, answer: Answer) -> str:
+    def _judge(self, answer: Reply) -> str:
         """What is wrong with an answer, whether it has ended or not."""
         state = (answer.ending, sum(map(len, answer.got)))
         if self._judged.get(answer.name) == state:
@@ -197,7 +210,7 @@ class ChaosRun:
             return f"{answer.name}: a member lost track: {error}"
         return ""
 
-    def _expected(self, answer: Answer, child: int) -> list[int]:
+    def _expected(self, answer: Reply, child: int) -> list[int]:
         asked, known = answer.asked, self._right.get((answer.name, child))
         if known is None:
             windows = self.schedule.shape.windows

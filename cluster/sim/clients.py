@@ -5,6 +5,7 @@ Knows nothing about faults, or about which answers are right.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ Ending = Literal["open", "done", "error", "left", "no router", "connection lost"
 
 
 @dataclass(eq=False, kw_only=True)
-class Answer:
+class Reply:
     """What became of one request, as its client sees it."""
 
     name: str
@@ -45,13 +46,19 @@ class Clients:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.answers: list[Answer] = []
+        self.answers: list[Reply] = []
+        self.on_leave: Callable[[Reply], None] = lambda _answer: None
+        """Called right before a client hangs up."""
+        self.on_cancel: Callable[[Reply], None] = lambda _answer: None
+        """Called right before a request is cancelled by somebody else."""
+        self.on_error: Callable[[Reply], None] = lambda _answer: None
+        """Called when a request has ended with an error."""
         world.on_kill = self._connections_break
 
-    async def ask(self, asked: Asked) -> Answer:
+    async def ask(self, asked: Asked) -> Reply:
         """Ask, and wait for the end or leave."""
         world = self._world
-        answer = Answer(name=f"client-{len(self.answers)}", asked=asked, got=[[] for _ in range(asked.num_children)])
+        answer = Reply(name=f"client-{len(self.answers)}", asked=asked, got=[[] for _ in range(asked.num_children)])
         answer.asked_s = world.clock.now()
         self.answers.append(answer)
         routers = sorted(world.runtime.routers)
@@ -62,11 +69,13 @@ class Clients:
         service, process = world.runtime.routers[answer.router], world.process(answer.router)
         assert process is not None, "a router that listens has a process"
         serving = process.spawn(self._serve(service, answer))
+        serving.add_done_callback(lambda done: self._served(answer, done))
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(answer.ended.wait())]
         if asked.cancelled_after_s is not None:
             waits.append(asyncio.ensure_future(self._cancel(process, service, answer)))
         await asyncio.wait({waits[0]}, timeout=asked.leaves_after_s)
         if answer.ending == "open":
+            self.on_leave(answer)
             answer.end("left")
             serving.cancel()
         for wait in waits:
@@ -75,16 +84,17 @@ class Clients:
         world.journal.note(f"{answer.name} at {answer.router}: {answer.ending}{error} {answer.got}")
         return answer
 
-    async def _cancel(self, process: SimProcess, service: RouterService, answer: Answer) -> None:
+    async def _cancel(self, process: SimProcess, service: RouterService, answer: Reply) -> None:
         assert answer.asked.cancelled_after_s is not None
         await self._world.clock.sleep(answer.asked.cancelled_after_s)
 
         async def abort() -> None:
+            self.on_cancel(answer)
             service.abort(answer.name)
 
         await process.spawn(abort())
 
-    async def _serve(self, service: RouterService, answer: Answer) -> None:
+    async def _serve(self, service: RouterService, answer: Reply) -> None:
         asked = answer.asked
         prepared = PreparedRequest(
             token_ids=asked.prompt, sampling=sampling_of(asked), num_children=asked.num_children, stop=()
@@ -95,12 +105,17 @@ class Clients:
                 if isinstance(event, ChildDelta):
                     answer.got[event.child] += event.token_ids
             answer.end("done")
-        except Exception as error:
+        except PdclusterError as error:
             answer.end("error", error)
-            if not isinstance(error, PdclusterError):
-                self._world.broken(f"{answer.name}: {type(error).__name__}: {error}")
+            self.on_error(answer)
         finally:
             await events.aclose()
+
+    def _served(self, answer: Reply, serving: "asyncio.Task[None]") -> None:
+        """A request that breaks its router's code is a broken invariant, not an answer."""
+        if not serving.cancelled() and (error := serving.exception()) is not None:
+            self._world.broken(f"{answer.name}: {type(error).__name__}: {error}")
+            answer.end("error", error)
 
     def _connections_break(self, member: str) -> None:
         for answer in self.answers:

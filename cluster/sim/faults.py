@@ -3,6 +3,7 @@
 Knows nothing about what it leads to.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.sim.schedule import Fault
@@ -20,10 +21,13 @@ class Trouble:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.on_strike: Callable[[Fault], None] = lambda _fault: None
+        """Called right before a fault strikes."""
 
     async def strike(self, fault: Fault) -> None:
         """One fault, from its beginning to its end."""
         world = self._world
+        self.on_strike(fault)
         world.journal.note(f"FAULT {fault.kind} {fault.target} {fault.other} {fault.seconds:g} s")
         match fault.kind:
             case "kill":

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Literal
 
 from cluster.local import Process
+from cluster.sim.cores import Cores
 from cluster.sim.loop import OWNER, Result, Turn, VirtualLoop
 from core.clock import Clock
 from core.link import Dialer
@@ -41,13 +42,21 @@ class SimProcess(Process):
     """See the module."""
 
     def __init__(
-        self, name: str, loop: VirtualLoop, clock: Clock, dialer: Dialer, *, offset_s: float = 0.0, rate: float = 1.0
+        self,
+        name: str,
+        loop: VirtualLoop,
+        clock: Clock,
+        dialer: Dialer,
+        *,
+        cores: Cores,
+        offset_s: float = 0.0,
+        rate: float = 1.0,
     ) -> None:
-        """`offset_s`, `rate`: of its clock against the common one."""
+        """`cores`: where its steps compute; `offset_s`, `rate`: of its clock against the common one, `clock`."""
         super().__init__(
             clock=SkewedClock(clock, offset_s, rate),
             dialer=dialer,
-            pace=self._take_step,
+            spend_step=self._spend_step,
             timer=loop.time,
             usage=lambda: NO_USAGE,
         )
@@ -55,7 +64,10 @@ class SimProcess(Process):
         self.state: Literal["running", "stopped", "dead"] = "running"
         self.step_s = 0.0
         """What steps have cost since the host last asked: the runner adds to it."""
-        self._rate = rate
+        self.busy_s = 0.0
+        """What all steps have cost."""
+        self._base = clock
+        self._cores = cores
         self._loop = loop
         self._kept: deque[Turn] = deque()
         self._stuck_until_s = 0.0
@@ -65,9 +77,13 @@ class SimProcess(Process):
         """Run it in this process."""
         return self._loop.create_task(coroutine, context=self.context.copy())
 
-    def _take_step(self) -> float:
+    async def _spend_step(self) -> None:
         step_s, self.step_s = self.step_s, 0.0
-        return max(step_s, self._stuck_until_s - self._loop.time()) * self._rate
+        self.busy_s += step_s
+        if step_s > 0:
+            await self._cores.compute(step_s)
+        while (stuck_s := self._stuck_until_s - self._loop.time()) > 0:
+            await self._base.sleep(stuck_s)
 
     def take_turn(self, turn: Turn) -> None:
         """As `cluster.sim.loop.Owner`."""

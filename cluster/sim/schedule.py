@@ -73,7 +73,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     """What each of its tokens adds."""
     link_delay_s: float
+    link_bytes_per_s: float
     read_bytes_per_s: float
+    num_cores: int
     skew: float
     request_timeout_s: float
     stall_s: float
@@ -119,7 +121,9 @@ def _draw_shape(rng: random.Random) -> Shape:
         step_s=rng.choice([0.0, 0.002, 0.02, 0.1]),
         token_s=rng.choice([0.0, 0.0005, 0.005]),
         link_delay_s=rng.choice([0.0, 0.001, 0.05]),
+        link_bytes_per_s=rng.choice([1e9, 1e5]),
         read_bytes_per_s=rng.choice([1e9, 1e4, 1e3]),
+        num_cores=rng.choice([1, 4, 64]),
         skew=rng.choice([0.0, 1e-4, 0.02]),
         request_timeout_s=rng.choice([120.0, 120.0, 40.0, 3.0]),
         stall_s=rng.choice([60.0, 8.0]),

@@ -9,6 +9,7 @@ Knows nothing about what is asked of the cluster, or which faults come when.
 
 import asyncio
 import contextvars
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from cluster.controller import Controller, RecordFile
 from cluster.local import LocalCluster
 from cluster.reconcile import Target
 from cluster.router_contact import CONTROLLER
+from cluster.sim.cores import Cores
 from cluster.sim.journal import Journal
 from cluster.sim.loop import LoopClock, VirtualLoop
 from cluster.sim.model import LetterCodec, PacedRunner, StepCost, letters_model
@@ -51,7 +53,10 @@ class Setting:
     num_blocks: dict[str, int]
     """In the pool, by role."""
     link_delay_s: tuple[float, float] = (0.0, 0.0)
-    read_bytes_per_s: float = float("inf")
+    link_bytes_per_s: float = math.inf
+    read_bytes_per_s: float = math.inf
+    num_cores: float = math.inf
+    """Of the machine that all members share."""
     start_s: tuple[float, float] = (0.5, 2.0)
     """Bounds of the time from a member's start until it listens."""
     skew: float = 0.0
@@ -73,12 +78,15 @@ class World:
         self.clock = LoopClock(loop)
         self.journal = Journal(self.clock.now, log)
         self._rng = random.Random(f"{setting.seed} processes")
-        self.network = MemoryNetwork(self.clock, seed=setting.seed, delay_s=setting.link_delay_s)
+        self.network = MemoryNetwork(
+            self.clock, seed=setting.seed, delay_s=setting.link_delay_s, bytes_per_s=setting.link_bytes_per_s
+        )
         self.network.on_send = self.journal.note_frame
         self.fabric = MemoryFabric(self.clock, seed=setting.seed)
         self.fabric.bytes_per_s = setting.read_bytes_per_s
         self.fabric.is_blocked = self._is_read_blocked
         self.disk = MemoryFiles(seed=setting.seed)
+        self._cores = Cores(loop, setting.num_cores)
         text = LetterCodec(setting.vocab_size)
         model = letters_model(
             block_size=config.kv.block_size,
@@ -164,7 +172,7 @@ class World:
         rng, skew = self._rng, self.setting.skew
         offset_s, rate = rng.uniform(0, 1000.0) if skew else 0.0, 1.0 + rng.uniform(-skew, skew)
         dialer = self.network.dialer(name)
-        process = SimProcess(name, self._loop, self.clock, dialer, offset_s=offset_s, rate=rate)
+        process = SimProcess(name, self._loop, self.clock, dialer, cores=self._cores, offset_s=offset_s, rate=rate)
         self._processes[name] = process
         self.journal.note(f"{name} starts")
         return process

@@ -208,7 +208,7 @@ def test_every_command_and_option_has_help_when_listed() -> None:
         assert command.help, command.name
         assert all(option.help for option in command.params if isinstance(option, click.Option)), command.name
         commands += command.commands.values() if isinstance(command, click.Group) else []
-    assert len(commands) == 15
+    assert len(commands) == 16
 
 
 @pytest.mark.process

@@ -50,8 +50,8 @@ def test_answer_has_the_status_of_its_error_when_it_is_not_streamed_and_breaks_a
         await stage.open()
         COLUMNS["decode"].close(stage)
         call = Call(stage.app, PROMPT, max_tokens=MAX_TOKENS, request_id="whole", is_streamed=False)
-        await stage.until(lambda: len(stage.service._runs) == 1)
-        (stage.run,) = stage.service._runs.values()
+        await stage.until(lambda: len(stage.service.runs) == 1)
+        (stage.run,) = stage.service.runs.values()
         await stage.until(lambda: COLUMNS["decode"].is_there(stage))
         await stage.cluster.kill_worker(stage.pair().decode.worker)
         await stage.until(call.task.done, 1.0)
@@ -75,7 +75,7 @@ def test_all_prompts_of_a_request_end_when_its_id_is_cancelled() -> None:
         COLUMNS["first-step"].close(stage)
         calls = [stage.call([n, *PROMPT], max_tokens=MAX_TOKENS, request_id="both") for n in range(2)]
         other = stage.call(PROMPT, max_tokens=MAX_TOKENS, request_id="other")
-        await stage.until(lambda: len(stage.service._runs) == 3)
+        await stage.until(lambda: len(stage.service.runs) == 3)
         assert stage.service.abort("both") == 2
         assert stage.service.abort("both") == 0
         open_all(stage)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+
+from core.process import COMPUTE_NICENESS
 
 pytestmark = pytest.mark.ray
 
@@ -235,3 +238,13 @@ def test_operator_endpoints_answer(disaggregated: Running) -> None:
     assert "version" in httpx.get(f"{url}/version").json()
     assert "pdcluster_pulled_bytes_total" in httpx.get(f"{url}/metrics").text
     assert httpx.get(f"{url}/nothing").json()["error"]["code"] == 404
+
+
+def test_computing_gives_way_to_whatever_else_the_machine_has_to_do(disaggregated: Running) -> None:
+    """The threads that step the models come last; links, transfers and routers do not."""
+    status = disaggregated.status()
+    for member in (*status["workers"], *status["routers"]):
+        stats = [path.read_text() for path in Path(f"/proc/{member['pid']}/task").glob("*/stat")]
+        priorities = Counter(int(stat.rsplit(")", 1)[1].split()[16]) for stat in stats)
+        assert (priorities[COMPUTE_NICENESS] > 0) == (member["role"] != "router"), (member["id"], priorities)
+        assert priorities[0] > priorities[COMPUTE_NICENESS], (member["id"], priorities)

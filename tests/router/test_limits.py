@@ -125,7 +125,7 @@ def test_other_prompts_are_cancelled_when_one_of_their_request_fails(model_direc
                 task = asyncio.ensure_future(anext(events))
                 await settle()
                 assert stage.service.admission.num_in_flight == 2
-                first = next(iter(stage.service._runs.values()))
+                first = next(iter(stage.service.runs.values()))
                 stage.service._apply(first, first.flow.abort(OverloadedError(reason="test")))
                 with pytest.raises(OverloadedError):
                     await task
@@ -144,7 +144,7 @@ def test_no_place_is_lost_when_a_request_cannot_be_set_up(tmp_path: Path, monkey
             opened = stage.service._open
 
             def broken(*arguments: Any) -> Any:
-                if stage.service._runs:
+                if stage.service.runs:
                     raise RuntimeError("planted")
                 return opened(*arguments)
 

@@ -205,7 +205,7 @@ async def _give_up_reads(stage: FaultStage, column: str) -> None:
     await stage.until(lambda: all(len(stage.cluster.transport(w)._reads) >= 5 for w in workers))
     for call in calls:
         call.hang_up()
-    await stage.until(lambda: not stage.service._runs)
+    await stage.until(lambda: not stage.service.runs)
     await stage.clock.sleep(0.1)
     reads = [read for w in workers for read in stage.cluster.transport(w)._reads.values()]
     assert all(read.is_abandoned for read in reads)

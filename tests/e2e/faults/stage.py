@@ -134,8 +134,8 @@ class FaultStage:
     async def enter(self, prompt: list[int], max_tokens: int) -> Call:
         """Begin the request on stage; its `run` is known when this returns."""
         call = self.call(prompt, max_tokens=max_tokens)
-        await self.until(lambda: len(self.service._runs) == 1)
-        (self.run,) = self.service._runs.values()
+        await self.until(lambda: len(self.service.runs) == 1)
+        (self.run,) = self.service.runs.values()
         return call
 
     async def until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -1,0 +1,100 @@
+"""`pdcluster simulate --config FILE --trace TRACE`: what is read, what is printed.
+
+Knows nothing about how a trace is served.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from cluster.bench.summary import Numbers, Objectives
+    from cluster.sim.trace import Trace
+
+BYTES_PER_GB = 1e9
+VOCAB_SIZE = 32_000
+"""Of the prompts that stand for a trace's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayFlags:
+    """What the command line says."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    trace: Path
+    profile: Path
+    speed: float
+    num_requests: int | None
+    kv_bytes_per_token: int
+    read_gb_per_s: float
+    link_ms: float
+    cores: float
+    seed: int
+    is_verified: bool
+    objectives: "Objectives | None"
+    percentiles: tuple[float, ...]
+
+
+def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
+    """Serve the trace and print the numbers. Raises what reading and serving raise."""
+    from cluster.bench.results import write_result
+    from cluster.sim.profile import StepProfile
+    from cluster.sim.replay import ReplayOptions, replay
+    from core.config import load_config
+
+    config = load_config(flags.config, flags.overrides)
+    options = ReplayOptions(
+        cost=StepProfile.read(flags.profile).of_plan,
+        kv_bytes_per_token=flags.kv_bytes_per_token,
+        read_bytes_per_s=flags.read_gb_per_s * BYTES_PER_GB,
+        link_delay_s=flags.link_ms / 1000,
+        num_cores=flags.cores,
+        vocab_size=VOCAB_SIZE,
+        seed=flags.seed,
+        is_verified=flags.is_verified,
+        objectives=flags.objectives,
+        percentiles=flags.percentiles,
+    )
+    numbers = replay(config, _trace(flags), options)
+    if result is not None:
+        write_result(result, numbers)
+    click.echo(json.dumps(numbers) if as_json else "\n".join(_lines(numbers)))
+
+
+def _trace(flags: ReplayFlags) -> "Trace":
+    from cluster.sim.trace import read_trace, scaled
+
+    trace = read_trace(flags.trace)
+    if flags.speed == 1.0 and flags.num_requests is None:
+        return trace
+    return scaled(trace, rate=flags.speed, num_requests=flags.num_requests, seed=flags.seed)
+
+
+def _lines(numbers: "Numbers") -> list[str]:
+    lines = [
+        f"{numbers['trace']}: {numbers['completed']} requests, {numbers['failed']} failed, {numbers['duration']:.1f} s",
+        f"{numbers['request_throughput']:.3f} requests/s, {numbers['output_throughput']:.1f} output tokens/s",
+    ]
+    if numbers["request_goodput"] is not None:
+        attained = numbers["slo_attainment"]
+        lines.append(f"goodput {numbers['request_goodput']:.3f} requests/s, {attained:.3f} of all met the objectives")
+    for name in ("ttft", "tpot", "e2el"):
+        lines.append(f"{name:5} ms: {', '.join(_spread(numbers, name))}")
+    rates = {name: rate for name, rate in numbers["hit_rates"].items() if rate is not None}
+    lines.append("hit rates: " + ", ".join(f"{name} {rate:.4f}" for name, rate in rates.items()))
+    for worker, load in numbers["workers"].items():
+        lines.append(
+            f"{worker:12} busy {load['utilisation']:.3f}, waiting {load['mean_waiting']:.2f} (at most "
+            f"{load['max_waiting']}), running {load['mean_running']:.2f}, preemptions {load['num_preemptions']:.0f}"
+        )
+    lines += [f"failed: {count} {reason}" for reason, count in numbers["failures_by_reason"].items()]
+    return lines + [f"  {detail}" for detail in numbers["failure_details"]]
+
+
+def _spread(numbers: "Numbers", name: str) -> list[str]:
+    keys = [key for key in ("mean", "p50", "p90", "p99") if numbers.get(f"{key}_{name}_ms") is not None]
+    return [f"{key} {numbers[f'{key}_{name}_ms']:.1f}" for key in keys] or ["none"]
