@@ -33,6 +33,7 @@ class ReplayFlags:
     read_gb_per_s: float
     link_ms: float
     cores: float
+    max_output_tokens: int | None
     seed: int
     is_verified: bool
     objectives: "Objectives | None"
@@ -53,6 +54,7 @@ def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
         read_bytes_per_s=flags.read_gb_per_s * BYTES_PER_GB,
         link_delay_s=flags.link_ms / 1000,
         num_cores=flags.cores,
+        max_output_tokens=flags.max_output_tokens,
         vocab_size=VOCAB_SIZE,
         seed=flags.seed,
         is_verified=flags.is_verified,

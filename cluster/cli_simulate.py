@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 InputFile = click.Path(exists=True, dir_okay=False, path_type=Path)
 OutputFile = click.Path(dir_okay=False, path_type=Path)
-EXIT_FAILED = 1
+EXIT_NOT_CLEAN = 1
 LAST_LINES = 40
 """Of the journal, printed of a run that failed."""
 
@@ -49,6 +49,7 @@ LAST_LINES = 40
 @click.option("--read-gb-per-s", type=PositiveNumber, default=5.0, show_default=True, help="KV reads from one worker.")
 @click.option("--link-ms", type=click.FloatRange(min=0), default=0.2, show_default=True, help="Latency of a message.")
 @click.option("--cores", type=PositiveNumber, default=math.inf, help="That all workers share; default: one each.")
+@click.option("--max-output-tokens", type=Positive, help="Of any request; default: as many as it had.")
 @click.option("--verify", is_flag=True, help="Compare every answer with the right one.")
 @click.option("--goodput", multiple=True, callback=parse_objectives, metavar='"ttft:MS tpot:MS e2el:MS"', help="SLOs.")
 @click.option("--percentiles", default="50,90,99", show_default=True, callback=parse_percentiles, help="To print.")
@@ -69,7 +70,7 @@ def simulate(**flags: Any) -> None:
     if given == ["trace"]:
         _replay(flags)
     elif not _chaos(flags):
-        raise SystemExit(EXIT_FAILED)
+        raise SystemExit(EXIT_NOT_CLEAN)
 
 
 def _replay(flags: dict[str, Any]) -> None:

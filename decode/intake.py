@@ -29,6 +29,8 @@ from kvtransfer.transport.base import Peer
 CREDITS_WAITING_MAX = 1024
 """Requests that wait for credit at one decode worker; more are refused as overloaded."""
 
+NO_OFFER = "no offer came in time"
+NO_ROOM = "the promised blocks did not become free"
 READ_HOPELESS_S = 1.5 * READ_TIMEOUT_S
 """A read whose end was not reported by then fails its attempt; its destinations stay bound until the report."""
 
@@ -289,7 +291,7 @@ class Intake:
             self._fail(reception, "transfer_failed", "the lease ended before all was read")
             return
         self._outbox.count("pdcluster_credits_lapsed_total")
-        problem = "no offer came in time" if reception.offer is None else "the promised blocks did not become free"
+        problem = NO_OFFER if reception.offer is None else NO_ROOM
         self._fail(reception, "credit_lapsed", problem)
 
     def _take_late_offer(self, reception: Reception, offer: Offer, now: float) -> None:

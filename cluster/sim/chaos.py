@@ -18,7 +18,17 @@ from cluster.sim.loop import run_virtual
 from cluster.sim.schedule import BLOCK_SIZE, CREDIT_S, LEASE_S, VOCAB_SIZE, Asked, Fault, Schedule, Shape
 from cluster.sim.world import Setting, World
 from core.config import ClusterConfig, parse_config
-from core.errors import DeadlineExceededError, InvalidRequestError, PdclusterError, SimulationError, StalledError
+from core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    PdclusterError,
+    RequestCancelledError,
+    SimulationError,
+    StalledError,
+    TransferFailedError,
+)
+from decode.intake import NO_OFFER, NO_ROOM
 from engine.standin import expected_tokens
 from engine.step import StepPlan
 
@@ -27,7 +37,8 @@ WHOLE_S = 90.0
 """All members are back by then, once nothing goes wrong any more."""
 QUIET_S = 30.0
 """And nothing is held."""
-READY_S = 60.0
+STARTED_S = 60.0
+CREDIT_LAPSES = (NO_OFFER, NO_ROOM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +158,7 @@ class ChaosRun:
             self.ended_s = world.clock.now()
 
     async def _course(self) -> str:
-        if problem := await self._until_whole(READY_S):
+        if problem := await self._until_whole(STARTED_S):
             return f"the cluster does not start: {problem}"
         happening = [
             *(asyncio.ensure_future(self._ask(asked)) for asked in self.schedule.asked),
@@ -208,6 +219,8 @@ class ChaosRun:
         error = answer.error
         if error is not None and (type(error) is PdclusterError or isinstance(error, InvalidRequestError)):
             return f"{answer.name}: a member lost track: {error}"
+        if error is not None and not self.schedule.faults and not _is_of_load(error):
+            return f"{answer.name} fails although nothing goes wrong: {type(error).__name__}: {error}"
         return ""
 
     def _expected(self, answer: Reply, child: int) -> list[int]:
@@ -254,3 +267,10 @@ class ChaosRun:
             if problem := self._judge(answer):
                 return problem
         return self._look() or await self._until_quiet()
+
+
+def _is_of_load(error: BaseException) -> bool:
+    """What a request may end with where nothing breaks: too many others, or its own time or wish."""
+    if isinstance(error, TransferFailedError):
+        return any(lapse in str(error) for lapse in CREDIT_LAPSES)
+    return isinstance(error, DeadlineExceededError | StalledError | RequestCancelledError | OverloadedError)

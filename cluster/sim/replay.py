@@ -24,8 +24,8 @@ from engine.standin import expected_tokens, standin_layout
 from router.buffer import IndexedEvent
 from router.generation import ChildDelta, PreparedRequest, Summary
 
-READY_S = 60.0
-LOOK_S = 1.0
+START_LIMIT_S = 60.0
+SAMPLE_EVERY_S = 1.0
 """How often queues are looked at."""
 
 
@@ -38,6 +38,8 @@ class ReplayOptions:
     read_bytes_per_s: float
     link_delay_s: float
     num_cores: float
+    max_output_tokens: int | None
+    """Of any request; None: as many as it had."""
     vocab_size: int
     seed: int
     is_verified: bool
@@ -118,9 +120,9 @@ class Replay:
         world = self.world
         await world.start()
         while missing := world.missing():
-            if world.clock.now() > READY_S:
+            if world.clock.now() > START_LIMIT_S:
                 raise SimulationError(problem=f"the cluster does not start: {missing}")
-            await world.clock.sleep(LOOK_S)
+            await world.clock.sleep(SAMPLE_EVERY_S)
         began_s = world.clock.now()
         looking = asyncio.get_running_loop().create_task(self._look(), context=contextvars.Context())
         tasks: set[asyncio.Task[None]] = set()
@@ -140,7 +142,7 @@ class Replay:
                 self._loads.setdefault(worker_id, Load()).look(status.num_waiting, status.num_running)
             if self.world.problems:
                 raise SimulationError(problem=self.world.problems[0])
-            await self.world.clock.sleep(LOOK_S)
+            await self.world.clock.sleep(SAMPLE_EVERY_S)
 
     async def _ask(self, index: int, request: TracedRequest) -> None:
         world, options = self.world, self._options
@@ -151,7 +153,8 @@ class Replay:
         process = world.process(router.router_id)
         assert process is not None, "a router that listens has a process"
         prompt = tuple(prompt_tokens(request, vocab_size=options.vocab_size, seed=options.seed))
-        sampling = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0)
+        max_tokens = min(request.num_output_tokens, options.max_output_tokens or request.num_output_tokens)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prepared = PreparedRequest(token_ids=prompt, sampling=sampling, num_children=1, stop=())
         answer = await process.spawn(self._serve(served, router.generate_all([prepared])))
         if options.is_verified and not served.failure:

@@ -121,6 +121,43 @@ def test_decode_between_cases_lies_on_the_lines_between_them(tmp_path: Path) -> 
     assert profile.seconds(32, 32 * 512, ()) == pytest.approx(beyond, rel=1e-9)
 
 
+def measured(decode: list[list[float]], prefill: list[list[float]], starts: Chunk = (0, 1000)) -> MeasuredProfile:
+    """Of two numbers of rows (1 and 2) in two contexts (100 and 200), two chunks (10 and 20) in two places."""
+    return MeasuredProfile(
+        {(rows, context): decode[rows - 1][j] for rows in (1, 2) for j, context in enumerate((100, 200))},
+        {(tokens, start): prefill[tokens // 10 - 1][j] for tokens in (10, 20) for j, start in enumerate(starts)},
+    )
+
+
+def test_lines_beyond_the_grid_do_not_cross_when_noise_made_the_upper_one_flatter() -> None:
+    """Two rows seem not to depend on the context, one row does: beyond, two take as much more of it as one."""
+    profile = measured([[1.0, 2.0], [3.0, 3.0]], [[4.0, 4.0], [5.0, 5.0]])
+    assert profile.seconds(1, 1000, ()) == pytest.approx(10.0)
+    assert profile.seconds(2, 2 * 1000, ()) == pytest.approx(11.0)
+
+
+def test_chunk_below_the_smallest_lies_between_a_decode_row_and_that_chunk() -> None:
+    """The line through both chunks would go below nothing."""
+    profile = measured([[1.0, 1.0], [1.5, 1.5]], [[4.0, 4.0], [16.0, 16.0]])
+    for tokens in (2, 5, 9):
+        assert profile.seconds(0, 0, [(tokens, 0)]) == pytest.approx(1.0 + 3.0 * (tokens - 1) / 9)
+
+
+def test_chunk_before_the_first_place_takes_at_least_a_decode_row() -> None:
+    """The line through both places would go below nothing."""
+    profile = measured([[1.0, 1.0], [1.5, 1.5]], [[4.0, 400.0], [5.0, 500.0]], starts=(500, 1000))
+    assert profile.fixed_s == pytest.approx(0.5)
+    assert profile.seconds(0, 0, [(10, 0)]) == pytest.approx(1.0)
+    assert profile.seconds(2, 200, [(10, 0), (20, 0)]) == pytest.approx(0.5 + 1.0 + 0.5 + 0.5)
+
+
+def test_chunk_takes_at_least_the_fixed_part_when_chunks_of_one_token_were_measured() -> None:
+    decode = {(rows, context): 0.5 + 0.5 * rows for rows in (1, 2) for context in (100, 200)}
+    profile = MeasuredProfile(decode, {(1, 500): 4.0, (1, 1000): 400.0, (9, 500): 4.0, (9, 1000): 400.0})
+    assert profile.seconds(0, 0, [(9, 0)]) == pytest.approx(0.5)
+    assert profile.seconds(0, 0, [(9, 250)]) == pytest.approx(2.0)
+
+
 def test_medians_count_when_a_case_was_measured_again(tmp_path: Path) -> None:
     result = result_of(decode_s, prefill_s)
     result["decode"] += [{"rows": 4, "context": 512, "seconds": decode_s(4, 512) + more} for more in (-1e-4, 5.0)]
@@ -199,6 +236,7 @@ def plan_of(parts: list[Chunk]) -> StepPlan:
         ([(1, 99), (1, 499)], 2, 600, []),
         ([(64, 0)], 0, 0, [(64, 0)]),
         ([(1, 99), (1, 499), (64, 128), (1, 7), (5, 1000)], 3, 608, [(64, 128), (5, 1000)]),
+        ([(2, 50), (1, 9), (2, 0)], 1, 10, [(2, 50), (2, 0)]),
     ],
 )
 def test_plan_takes_what_its_rows_and_chunks_do(

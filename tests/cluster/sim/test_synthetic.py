@@ -49,6 +49,18 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
     assert min(own) >= 5 and max(own) <= 40 and len(own) > 10
 
 
+def test_block_has_one_place_and_one_block_before_it() -> None:
+    """As in a real trace, where an id stands for all of the prompt up to it."""
+    trace = synthetic(
+        num_requests=60, rate=1.0, seed=3, prompt_len=(5, 90), output_len=(1, 1), num_prefixes=3, prefix_len=64
+    )
+    before: dict[int, tuple[int, ...]] = {}
+    for one in trace.requests:
+        assert len(one.blocks) == math.ceil(one.num_prompt_tokens / 16)
+        for i, block in enumerate(one.blocks):
+            assert before.setdefault(block, one.blocks[:i]) == one.blocks[:i]
+
+
 def test_seed_is_one_trace() -> None:
     def drawn(seed: int) -> list[object]:
         trace = synthetic(

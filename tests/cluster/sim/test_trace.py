@@ -65,8 +65,9 @@ def test_azure_columns_are_found_by_name_when_others_stand_between_them(tmp_path
         "GeneratedTokens,Id,TIMESTAMP,ContextTokens\n"
         "3,a,2024-05-10 00:00:00.009930+00:00,7\n\n"
         "4,b,2024-05-10 02:00:01.009930+02:00,8\n"
+        "5,c,2024-05-10 00:00:03.009930,9\n"
     )
-    assert fields_of(read_azure(path)) == [(0.0, 7, 3, ()), (1.0, 8, 4, ())]
+    assert fields_of(read_azure(path)) == [(0.0, 7, 3, ()), (1.0, 8, 4, ()), (3.0, 9, 5, ())]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a"])

@@ -7,7 +7,8 @@ import numpy as np
 from cluster.sim.trace import Trace, TracedRequest
 
 DATA = Path(__file__).parents[2] / "data"
-MOONCAKE, AZURE = DATA / "mooncake-conversation-head.jsonl", DATA / "azure-conversation-head.csv"
+MOONCAKE = DATA / "mooncake-conversation-head.jsonl"
+AZURE = DATA / "azure-conversation-head.csv"
 
 Fields = tuple[float, int, int, tuple[int, ...]]
 
