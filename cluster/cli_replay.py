@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from cluster.sim.trace import Trace
 
 BYTES_PER_GB = 1e9
-VOCAB_SIZE = 32_000
+SYNTHETIC_KEYS = {
+    "requests": "100",
+    "rate": "1",
+    "prompt": "512",
+    "output": "64",
+    "arrivals": "poisson",
+    "prefixes": "0",
+    "prefix": "0",
+}
+"""What may be stated, with its default."""
+TRACE_VOCABULARY = 32_000
 """Of the prompts that stand for a trace's."""
 
 
@@ -25,7 +35,8 @@ class ReplayFlags:
 
     config: Path
     overrides: tuple[str, ...]
-    trace: Path
+    trace: Path | None
+    synthetic: str | None
     profile: Path
     speed: float
     num_requests: int | None
@@ -55,7 +66,7 @@ def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
         link_delay_s=flags.link_ms / 1000,
         num_cores=flags.cores,
         max_output_tokens=flags.max_output_tokens,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TRACE_VOCABULARY,
         seed=flags.seed,
         is_verified=flags.is_verified,
         objectives=flags.objectives,
@@ -70,10 +81,43 @@ def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
 def _trace(flags: ReplayFlags) -> "Trace":
     from cluster.sim.trace import read_trace, scaled
 
-    trace = read_trace(flags.trace)
+    trace = make_synthetic(flags.synthetic, flags.seed) if flags.trace is None else read_trace(flags.trace)
     if flags.speed == 1.0 and flags.num_requests is None:
         return trace
     return scaled(trace, rate=flags.speed, num_requests=flags.num_requests, seed=flags.seed)
+
+
+def make_synthetic(text: str | None, seed: int) -> "Trace":
+    """The arrivals that `requests=N,rate=R,prompt=N|N-N,output=N|N-N,arrivals=poisson|even,prefixes=N,prefix=N` states.
+    Raises click.BadParameter.
+    """
+    from cluster.sim.synthetic import synthetic
+
+    given = dict(part.strip().partition("=")[::2] for part in (text or "").split(","))
+    if unknown := sorted(given.keys() - SYNTHETIC_KEYS):
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SYNTHETIC_KEYS)}", param_hint="--synthetic")
+    stated = SYNTHETIC_KEYS | given
+    arrivals = stated["arrivals"]
+    if arrivals not in ("poisson", "even"):
+        raise click.BadParameter(f"arrivals={arrivals} is neither poisson nor even", param_hint="--synthetic")
+    try:
+        return synthetic(
+            num_requests=int(stated["requests"]),
+            rate=float(stated["rate"]),
+            seed=seed,
+            prompt_len=_range(stated["prompt"]),
+            output_len=_range(stated["output"]),
+            arrivals="even" if arrivals == "even" else "poisson",
+            num_prefixes=int(stated["prefixes"]),
+            prefix_len=int(stated["prefix"]),
+        )
+    except ValueError as error:
+        raise click.BadParameter(f"{text}: {error}", param_hint="--synthetic") from error
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
 
 
 def _lines(numbers: "Numbers") -> list[str]:

@@ -42,6 +42,7 @@ LAST_LINES = 40
 @click.option("--config", type=InputFile, help="The cluster that serves a trace.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the configuration.")
 @click.option("--trace", type=InputFile, help="Mooncake JSONL, Azure CSV or a recorded request log.")
+@click.option("--synthetic", metavar="requests=N,rate=R,...", help="Arrivals made up: see docs/simulator.md.")
 @click.option("--profile", type=InputFile, help="What a step takes: a result of `bench engine`, or a stated one.")
 @click.option("--speed", type=PositiveNumber, default=1.0, show_default=True, help="Requests come so much faster.")
 @click.option("--num-requests", type=Positive, help="So many: the trace's first, or its shape repeated.")
@@ -64,10 +65,10 @@ def simulate(**flags: Any) -> None:
     --config FILE --trace TRACE --profile FILE serves a trace and prints what `bench serve` would.
     """
     logging.disable(logging.CRITICAL)  # members log on a real cluster; here the journal tells
-    given = [name for name in ("scenario", "schedule", "trace") if flags[name] is not None]
+    given = [name for name in ("scenario", "schedule", "trace", "synthetic") if flags[name] is not None]
     if len(given) != 1:
-        raise click.UsageError("give one of --scenario, --schedule and --trace")
-    if given == ["trace"]:
+        raise click.UsageError("give one of --scenario, --schedule, --trace and --synthetic")
+    if given[0] in ("trace", "synthetic"):
         _replay(flags)
     elif not _chaos(flags):
         raise SystemExit(EXIT_NOT_CLEAN)
@@ -78,7 +79,7 @@ def _replay(flags: dict[str, Any]) -> None:
 
     for name in ("config", "profile"):
         if flags[name] is None:
-            raise click.UsageError(f"--trace needs --{name}")
+            raise click.UsageError(f"to serve requests, --{name} is needed")
     taken = {field.name: flags[field.name] for field in fields(ReplayFlags) if field.name in flags}
     replay_flags = ReplayFlags(**taken, is_verified=flags["verify"], objectives=flags["goodput"])
     run_replay(replay_flags, flags["result"], flags["as_json"])

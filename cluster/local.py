@@ -8,6 +8,7 @@ nothing about processes, Ray or HTTP; imports no torch.
 
 import asyncio
 import contextvars
+import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -101,7 +102,8 @@ class LocalCluster:
 
     def _start_in(self, process: Process, identity: WorkerIdentity) -> None:
         model = self.models.get(identity.worker_id, self.model)
-        worker, inbox = self._build(identity, model, process)
+        transport, worker = self._build(identity, model, process)
+        inbox = Inbox()
         welcome = welcome_of(worker, pid=0, model_name=model.name, max_model_len=model.max_model_len)
         clock = process.clock
         doorway = Doorway(welcome=welcome, status=worker.status(), inbox=inbox, clock=clock, usage=process.usage)
@@ -113,11 +115,16 @@ class LocalCluster:
             self._executor,
             is_checked=self._is_checked,
             spend_step=process.spend_step,
+            until_read_s=lambda: self._until_read_s(transport),
         )
         loop = asyncio.get_running_loop()
         self.workers[identity.worker_id] = worker
         self._tasks[identity.worker_id] = [loop.create_task(host.run()), loop.create_task(doorway.beat())]
         self._network.listen(identity.worker_id, doorway.accept)
+
+    def _until_read_s(self, transport: MemoryTransport) -> float:
+        due_s = transport.next_due_s
+        return math.inf if due_s is None else due_s - self._clock.now()
 
     def _this_process(self, worker_id: WorkerId) -> Process:
         return Process(clock=self._clock, dialer=self._network)
@@ -173,7 +180,7 @@ class LocalCluster:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         self._failures += [result for result in results if isinstance(result, Exception)]
 
-    def _build(self, identity: WorkerIdentity, model: ServedModel, process: Process) -> tuple[Worker, Inbox]:
+    def _build(self, identity: WorkerIdentity, model: ServedModel, process: Process) -> tuple[MemoryTransport, Worker]:
         runner, view = self._make_runner(identity)
         block_bytes = model.layout.block_bytes()
         region = Region(address=0, block_bytes=block_bytes, num_blocks=runner.num_blocks, device="cpu", view=view)
@@ -197,4 +204,4 @@ class LocalCluster:
             transfer=Puller(transport, digester, clock=process.clock),
             timer=process.timer,
         )
-        return worker, Inbox()
+        return transport, worker

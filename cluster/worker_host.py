@@ -8,6 +8,7 @@ dead worker; they stop when the step thread has not come round for STEP_STALL_S.
 
 import asyncio
 import itertools
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -38,6 +39,8 @@ from core.worker import Worker
 HELLO_TIMEOUT_S = 5.0
 IDLE_WAIT_S = 0.05
 """Longest pause of an idle step loop: expiries are seen this late at most."""
+READ_WAIT_S_MIN = 1e-6
+"""Shortest pause for a read: clocks round."""
 STEP_STALL_S = 60.0
 """A step thread that did not come round for so long is stuck: the worker falls silent and is taken for dead."""
 CHECK_IDLE_S = 5.0
@@ -309,9 +312,11 @@ class AsyncHost:
         *,
         is_checked: bool = False,
         spend_step: Callable[[], Awaitable[None]] | None = None,
+        until_read_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """`is_checked`: assert the worker's invariants after every step, not only when it is idle. `spend_step`: waits
-        as long as the step just done takes."""
+        as long as the step just done takes. `until_read_s`: seconds until a read ends; a transfer thread would ring.
+        """
         self._is_checked = is_checked
         self.worker = worker
         self._doorway = doorway
@@ -319,6 +324,7 @@ class AsyncHost:
         self._clock = clock
         self._executor = executor
         self._spend_step = spend_step
+        self._until_read_s = until_read_s
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -345,8 +351,12 @@ class AsyncHost:
         return await loop.run_in_executor(self._executor, step_once, self.worker, self._inbox, self._clock.now())
 
     async def _pause(self) -> None:
-        """Until a message arrives; while anything is held, until IDLE_WAIT_S of the clock passed at most."""
+        """Until a message arrives or a read ends; while anything is held, until IDLE_WAIT_S of the clock passed at
+        most.
+        """
         longest_s = IDLE_WAIT_S if any(self.worker.books().values()) else CHECK_IDLE_S
+        if (until_read_s := self._until_read_s()) > 0:  # one that is due and stands still is waited for like others
+            longest_s = min(longest_s, max(until_read_s, READ_WAIT_S_MIN))
         sleep = asyncio.ensure_future(self._clock.sleep(longest_s))
         wake = asyncio.ensure_future(self._wake.wait())
         try:

@@ -15,7 +15,7 @@ from cluster.sim.clients import Clients, Reply, sampling_of
 from cluster.sim.coverage import Cell, Coverage
 from cluster.sim.faults import Trouble
 from cluster.sim.loop import run_virtual
-from cluster.sim.schedule import BLOCK_SIZE, CREDIT_S, LEASE_S, VOCAB_SIZE, Asked, Fault, Schedule, Shape
+from cluster.sim.schedule import BLOCK_SIZE, CREDIT_S, LEASE_S, VOCAB_SIZE, Asked, ClusterShape, Fault, Schedule
 from cluster.sim.world import Setting, World
 from core.config import ClusterConfig, parse_config
 from core.errors import (
@@ -86,7 +86,7 @@ def play(schedule: Schedule, log: TextIO | None = None) -> Verdict:
     )
 
 
-def config_of(shape: Shape) -> ClusterConfig:
+def config_of(shape: ClusterShape) -> ClusterConfig:
     """The configuration of a shape."""
     is_colocated = shape.num_prefill == 0
     overrides = [

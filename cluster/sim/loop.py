@@ -15,7 +15,7 @@ from core.errors import SimulationError
 
 RESOLUTION_S = 1e-9
 """Timers that are due within it are due now; the same on every machine."""
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 
 class Owner(Protocol):
@@ -132,7 +132,7 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def run_virtual(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+def run_virtual(main: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
     """Run `main()` on a virtual loop of its own. Raises what it raises, and SimulationError when nothing can happen any
     more before it has ended.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from cluster.local import Process
 from cluster.sim.cores import Cores
-from cluster.sim.loop import OWNER, Result, Turn, VirtualLoop
+from cluster.sim.loop import OWNER, Outcome, Turn, VirtualLoop
 from core.clock import Clock
 from core.link import Dialer
 from core.process import ProcessUsage
@@ -73,7 +73,7 @@ class SimProcess(Process):
         self._stuck_until_s = 0.0
         self.context.run(OWNER.set, self)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    def spawn(self, coroutine: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
         """Run it in this process."""
         return self._loop.create_task(coroutine, context=self.context.copy())
 

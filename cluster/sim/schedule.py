@@ -56,7 +56,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster."""
 
     num_prefill: int
@@ -93,7 +93,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     seed: int
-    shape: Shape
+    shape: ClusterShape
     asked: tuple[Asked, ...]
     faults: tuple[Fault, ...]
 
@@ -109,9 +109,9 @@ def draw(seed: int) -> Schedule:
     return Schedule(seed=seed, shape=shape, asked=tuple(asked), faults=tuple(faults))
 
 
-def _draw_shape(rng: random.Random) -> Shape:
+def _draw_shape(rng: random.Random) -> ClusterShape:
     is_colocated = rng.random() < 0.1
-    return Shape(
+    return ClusterShape(
         num_prefill=0 if is_colocated else rng.choice(SIZES),
         num_decode=rng.choice(SIZES),
         num_routers=rng.choice([1, 1, 2]),
@@ -133,7 +133,7 @@ def _draw_shape(rng: random.Random) -> Shape:
     )
 
 
-def _draw_asked(rng: random.Random, shape: Shape) -> Asked:
+def _draw_asked(rng: random.Random, shape: ClusterShape) -> Asked:
     shared = random.Random(rng.randrange(3))
     prefix = [shared.randrange(VOCAB_SIZE) for _ in range(30)][: rng.choice([0, 4, 8, 15, 30])]
     prompt = prefix + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))]
@@ -152,7 +152,7 @@ def _draw_asked(rng: random.Random, shape: Shape) -> Asked:
     )
 
 
-def _draw_fault(rng: random.Random, shape: Shape) -> Fault:
+def _draw_fault(rng: random.Random, shape: ClusterShape) -> Fault:
     prefill = [f"prefill-{index}" for index in range(shape.num_prefill)]
     decode = [f"decode-{index}" for index in range(shape.num_decode)]
     routers = [f"router-{index}" for index in range(shape.num_routers)]

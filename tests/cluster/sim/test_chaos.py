@@ -1,4 +1,4 @@
-"""The chaos scenario: seeds run clean, a seed is one run to the last byte of its log, failures are found and cut down."""
+"""The chaos scenario: seeds run clean, a seed is one run to the last byte of its log, failures are cut down."""
 
 import io
 import os
@@ -107,7 +107,7 @@ def test_fewest_items_are_found_when_some_are_needed_together() -> None:
 
 
 def test_shrinking_keeps_what_it_takes() -> None:
-    schedule = draw(1)
+    schedule = next(one for one in map(draw, range(1, 100)) if len(one.asked) > 6 and len(one.faults) > 2)
     first, fault = schedule.asked[5], schedule.faults[1]
 
     def is_failing(candidate: Schedule) -> bool:
