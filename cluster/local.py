@@ -66,7 +66,7 @@ class LocalCluster:
     ) -> None:
         """`executor` (of one thread): where steps run, for runners that take long; None: on the loop.
 
-        `is_checked`: assert every worker's invariants after each of its steps, not only when it is idle.
+        `is_checked`: assert every worker's invariants after each of its steps, not only now and then.
         `process_of`: what a worker that starts now runs in; None: all in this one.
         """
         self._process_of = process_of or self._this_process

@@ -314,7 +314,7 @@ class AsyncHost:
         spend_step: Callable[[], Awaitable[None]] | None = None,
         until_read_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`is_checked`: assert the worker's invariants after every step, not only when it is idle. `spend_step`: waits
+        """`is_checked`: assert the worker's invariants after every step, not only now and then. `spend_step`: waits
         as long as the step just done takes. `until_read_s`: seconds until a read ends; a transfer thread would ring.
         """
         self._is_checked = is_checked
@@ -325,6 +325,7 @@ class AsyncHost:
         self._executor = executor
         self._spend_step = spend_step
         self._until_read_s = until_read_s
+        self._checked_s = -math.inf
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -337,12 +338,17 @@ class AsyncHost:
             if self._spend_step is not None:
                 await self._spend_step()
             self._doorway.deliver(outbound, status)
-            if self._is_checked or not did_work:
-                self.worker.check()
+            self._check_when_due(CHECK_BUSY_S if did_work else CHECK_IDLE_S)
             if did_work:
                 await asyncio.sleep(0)
             else:
                 await self._pause()
+
+    def _check_when_due(self, interval_s: float) -> None:
+        now = self._clock.now()
+        if self._is_checked or now - self._checked_s >= interval_s:
+            self._checked_s = now
+            self.worker.check()
 
     async def _step(self) -> bool:
         if self._executor is None:

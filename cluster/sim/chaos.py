@@ -194,6 +194,8 @@ class ChaosRun:
         self.coverage.look()
         if world.problems:
             return world.problems[0]
+        if problem := world.unnoticed():
+            return problem
         now, limit_s = world.clock.now(), self.schedule.shape.request_timeout_s
         longest_s = limit_s * 1.1 + max((fault.seconds for fault in self.schedule.faults), default=0.0) + 1.0
         for answer in self.clients.answers:

@@ -66,6 +66,8 @@ class SimProcess(Process):
         """What steps have cost since the host last asked: the runner adds to it."""
         self.busy_s = 0.0
         """What all steps have cost."""
+        self.changed_s = loop.time()
+        """When it was started, stopped or continued last."""
         self._base = clock
         self._cores = cores
         self._loop = loop
@@ -96,6 +98,7 @@ class SimProcess(Process):
         """SIGSTOP."""
         if self.state == "running":
             self.state = "stopped"
+            self.changed_s = self._loop.time()
 
     def go_on(self) -> None:
         """SIGCONT."""
@@ -109,6 +112,7 @@ class SimProcess(Process):
     def bury(self) -> None:
         """Let what never ended run to its end; of a dead process, once the simulation is over and nothing counts."""
         self.state = "running"
+        self.changed_s = self._loop.time()
         while self._kept:
             self._loop.run_turn(self._kept.popleft())
 

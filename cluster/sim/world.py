@@ -32,12 +32,15 @@ from core.errors import PdclusterError
 from core.ids import RouterId, WorkerId
 from core.layout import FULL_ATTENTION, Windows
 from core.link import MemoryNetwork
+from core.messages import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 from kvtransfer.tiers.files_memory import MemoryFiles
 from kvtransfer.transport.memory import MemoryFabric
 from router.service import RouterService
 
 RESPAWN_S = 1.0
 """The supervisor starts a controller that ended so much later."""
+NOTICED_S = 1.1 * HEARTBEAT_TIMEOUT_S + HEARTBEAT_S + 1.0
+"""Whoever is silent for so long has been noticed, clocks that differ included."""
 RECORD_NAME = "controller.json"
 
 
@@ -274,6 +277,20 @@ class World:
                 cast(Any, member).check()
             except AssertionError as error:
                 self.broken(f"{cast(Any, member).__class__.__name__}: {error}")
+
+    def unnoticed(self) -> str:
+        """A worker that has been stopped for longer than heartbeats take, and that a router still counts on."""
+        long_s = self.clock.now() - NOTICED_S
+        for router in self.routers():
+            watching = self.process(router.router_id)
+            if watching is None or watching.state == "stopped" or watching.changed_s > long_s:
+                continue
+            topology = router.pool.topology()
+            for life in (*topology.prefill, *topology.decode):
+                process = self.process(life.worker)
+                if process is not None and process.state == "stopped" and process.changed_s <= long_s:
+                    return f"{router.router_id} counts on {life.worker}, which was stopped {NOTICED_S:g} s ago"
+        return ""
 
     def held(self) -> dict[str, int]:
         """Everything that anybody holds, by owner and name; empty at rest."""
