@@ -183,6 +183,8 @@ class MemoryNetwork:
         self._rng = random.Random(seed)
         self._listeners: dict[str, tuple[Accept, contextvars.Context]] = {}
         self._partitions: set[frozenset[str]] = set()
+        self.healed_s = -math.inf
+        """When a partition last ended."""
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: what closes them does so in the same order always
         self.links: list[MemoryLink] = []
         """Dialling ends of every link ever opened, for fault injection."""
@@ -222,6 +224,7 @@ class MemoryNetwork:
 
     def heal(self, one: str, other: str) -> None:
         self._partitions.discard(frozenset((one, other)))
+        self.healed_s = self.clock.now()
         for link in self.links_of(one, other):
             link.unclog()
 

@@ -52,6 +52,8 @@ class SimRuntime(LocalRuntime):
         )
         self._machine = machine
         self._starting: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._epochs: dict[str, int] = {}
+        """The newest that each member was started in."""
 
     async def start_worker(self, spec: WorkerSpec) -> None:
         start = super().start_worker
@@ -65,6 +67,9 @@ class SimRuntime(LocalRuntime):
         await self._clock.sleep(START_CALL_S)
         key = (str(spec.id), int(spec.epoch))
         if key not in self._starting and spec.id not in self._cluster.workers and spec.id not in self.routers:
+            if spec.epoch <= self._epochs.get(spec.id, 0):
+                self._machine.broken(f"CL-1: {spec.id} starts in epoch {spec.epoch} again")
+            self._epochs[spec.id] = spec.epoch
             coming = self._come_up(spec, start)
             self._starting[key] = asyncio.get_running_loop().create_task(coming, context=contextvars.Context())
 

@@ -281,6 +281,8 @@ class World:
     def unnoticed(self) -> str:
         """A worker that has been stopped for longer than heartbeats take, and that a router still counts on."""
         long_s = self.clock.now() - NOTICED_S
+        if self.network.healed_s > long_s:  # what a partition held back came late, and is a sign of life
+            return ""
         for router in self.routers():
             watching = self.process(router.router_id)
             if watching is None or watching.state == "stopped" or watching.changed_s > long_s:
