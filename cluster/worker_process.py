@@ -128,9 +128,10 @@ def run_worker(spec: WorkerSpec) -> RunningWorker:
 
 
 def _load_runner(spec: WorkerSpec, model: ServedModel) -> TorchRunner:
-    give_way()
     config = spec.config
     wants_cuda = config.model.device == "cuda" or (config.model.device == "auto" and spec.gpus > 0)
+    if not wants_cuda:  # a GPU waits for this thread; a CPU is taken by it
+        give_way()
     return load_runner(
         spec.model_path,
         dtype=run_dtype(config, read_config(spec.model_path)),
