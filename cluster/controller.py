@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,10 +70,11 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RecordFile:
     """The record on disk, as JSON, replaced atomically."""
 
-    def __init__(self, files: Files, name: str, cluster: str) -> None:
-        """`name`: of the file; `cluster`: for messages to people."""
+    def __init__(self, files: Files, path: Path, cluster: str) -> None:
+        """`path`: where people find it, its last part the name of the file; `cluster`: for messages, too."""
         self._files = files
-        self._name = name
+        self._name = path.name
+        self._path = path
         self._cluster = cluster
 
     def read(self) -> DurableRecord:
@@ -98,7 +100,7 @@ class RecordFile:
         files.fsync_directory()
 
     def _unreadable(self, error: Exception) -> ClusterError:
-        problem = f"the controller's record {self._name} cannot be read: {error}"
+        problem = f"the controller's record {self._path} cannot be read: {error}"
         return ClusterError(name=self._cluster, problem=problem)
 
 

@@ -81,7 +81,7 @@ class ControllerActor(ControllerHost):
                 runtime=RayRuntime(name, target.config, Path(log_dir)),
                 clock=SystemClock(),
                 dialer=GrpcDialer(),
-                record=RecordFile(OsFiles(Path(directory)), CONTROLLER_FILE, target.config.name),
+                record=RecordFile(OsFiles(Path(directory)), Path(directory) / CONTROLLER_FILE, target.config.name),
             )
 
         super().__init__(build, Path(log_dir))

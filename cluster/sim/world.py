@@ -41,7 +41,7 @@ RESPAWN_S = 1.0
 """The supervisor starts a controller that ended so much later."""
 NOTICED_S = 1.1 * HEARTBEAT_TIMEOUT_S + HEARTBEAT_S + 1.0
 """Whoever is silent for so long has been noticed, clocks that differ included."""
-RECORD_NAME = "controller.json"
+RECORD = Path("controller.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class World:
                 runtime=self.runtime,
                 clock=process.clock,
                 dialer=process.dialer,
-                record=RecordFile(self.disk, RECORD_NAME, self.config.name),
+                record=RecordFile(self.disk, RECORD, self.config.name),
                 pid=NO_PID,
             )
         )

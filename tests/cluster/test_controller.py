@@ -107,7 +107,7 @@ class Bench:
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:
-        record = RecordFile(self.files, "controller.json", "test")
+        record = RecordFile(self.files, self.path, "test")
         return Controller(
             target=TARGET, runtime=self.runtime, clock=self.clock, dialer=self.network, record=record
         )  # fmt: skip
@@ -283,8 +283,8 @@ def test_router_is_called_silent_when_its_heartbeats_stop(tmp_path: Path) -> Non
 def test_record_is_refused_with_its_path_when_it_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "controller.json"
     path.write_text('{"schema_version": 1, "epoch":')
-    with pytest.raises(ClusterError, match=r"controller\.json cannot be read"):
-        RecordFile(OsFiles(tmp_path), "controller.json", "test").read()
+    with pytest.raises(ClusterError, match=rf"{tmp_path}/controller\.json cannot be read"):
+        RecordFile(OsFiles(tmp_path), path, "test").read()
 
 
 def test_nothing_is_done_and_nothing_lost_while_the_record_cannot_be_written(tmp_path: Path) -> None:
@@ -320,11 +320,11 @@ def test_record_is_whole_when_the_machine_fails_while_it_is_replaced() -> None:
         for seed in range(10):
             disk = MemoryFiles(seed=seed)
             older = DurableRecord(schema_version=1, epoch=1, members={})
-            record = RecordFile(disk, "controller.json", "test")
+            record = RecordFile(disk, Path("controller.json"), "test")
             record.write(older)
             newer = replace_struct(older, epoch=2)
             with pytest.raises(Failed) if num_operations < 5 else nullcontext():
-                RecordFile(_Failing(disk, num_operations), "controller.json", "test").write(newer)
+                RecordFile(_Failing(disk, num_operations), Path("controller.json"), "test").write(newer)
             disk.crash()
             assert record.read() in (older, newer)
             record.write(newer)

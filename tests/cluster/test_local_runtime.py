@@ -46,7 +46,7 @@ class Stage:
 
     def __init__(self, directory: Path) -> None:
         (directory / "test.yaml").write_text(YAML)
-        self.record = RecordFile(OsFiles(directory), "controller.json", "test")
+        self.record = RecordFile(OsFiles(directory), directory / "controller.json", "test")
         self.clock = ManualClock()
         self.network = MemoryNetwork(self.clock, seed=1, delay_s=(0.0, 0.003))
         self.target = Target(config=load_config(directory / "test.yaml"), model_path=directory)

@@ -22,7 +22,7 @@ class ControlledStage(FaultStage):
 
     def __init__(self, directory: Path, *, num_pairs: int) -> None:
         super().__init__(num_pairs=num_pairs)
-        self.record = RecordFile(OsFiles(directory), "controller.json", "faults")
+        self.record = RecordFile(OsFiles(directory), directory / "controller.json", "faults")
         self.target = Target(config=self.config, model_path=directory)
         self.runtime = LocalRuntime(self.cluster, clock=self.clock, network=self.network, text=LetterCodec())
         self.controller_freezer = Freezer()
