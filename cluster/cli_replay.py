@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from cluster.bench.summary import Numbers, Objectives
+    from cluster.sim.model import StepCost
     from cluster.sim.trace import Trace
 
 BYTES_PER_GB = 1e9
@@ -44,6 +45,7 @@ class ReplayFlags:
     read_gb_per_s: float
     link_ms: float
     cores: float
+    step_overhead_ms: float
     max_output_tokens: int | None
     seed: int
     is_verified: bool
@@ -60,7 +62,7 @@ def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
 
     config = load_config(flags.config, flags.overrides)
     options = ReplayOptions(
-        cost=StepProfile.read(flags.profile).of_plan,
+        cost=_with_overhead(StepProfile.read(flags.profile).of_plan, flags.step_overhead_ms / 1000),
         kv_bytes_per_token=flags.kv_bytes_per_token,
         read_bytes_per_s=flags.read_gb_per_s * BYTES_PER_GB,
         link_delay_s=flags.link_ms / 1000,
@@ -76,6 +78,10 @@ def run_replay(flags: ReplayFlags, result: Path | None, as_json: bool) -> None:
     if result is not None:
         write_result(result, numbers)
     click.echo(json.dumps(numbers) if as_json else "\n".join(_lines(numbers)))
+
+
+def _with_overhead(cost: "StepCost", overhead_s: float) -> "StepCost":
+    return lambda plan: cost(plan) + overhead_s
 
 
 def _trace(flags: ReplayFlags) -> "Trace":

@@ -50,6 +50,7 @@ LAST_LINES = 40
 @click.option("--read-gb-per-s", type=PositiveNumber, default=5.0, show_default=True, help="KV reads from one worker.")
 @click.option("--link-ms", type=click.FloatRange(min=0), default=0.2, show_default=True, help="Latency of a message.")
 @click.option("--cores", type=PositiveNumber, default=math.inf, help="That all workers share; default: one each.")
+@click.option("--step-overhead-ms", type=click.FloatRange(min=0), default=0.0, help="Of a step beyond the profile.")
 @click.option("--max-output-tokens", type=Positive, help="Of any request; default: as many as it had.")
 @click.option("--verify", is_flag=True, help="Compare every answer with the right one.")
 @click.option("--goodput", multiple=True, callback=parse_objectives, metavar='"ttft:MS tpot:MS e2el:MS"', help="SLOs.")
