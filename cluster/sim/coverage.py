@@ -62,12 +62,14 @@ class Coverage:
 
     def look(self) -> None:
         """Where every request is now, and whose pool is full."""
-        full = {id_ for id_, worker in self._world.cluster.workers.items() if _is_full(worker.status().kv)}
+        workers = self._world.cluster.workers
+        full = {id_: worker.role for id_, worker in workers.items() if _is_full(worker.status().kv)}
         for _router, run in self._runs():
             column = self._columns[run.client_request_id] = self._column(run)
-            for role, worker in _workers(run).items():
-                if worker in full:
-                    self.cells[f"{role}-pool-full", column] += 1
+            # Who has no pair yet may be given any.
+            struck = full.values() if run.flow.pair is None else (full.get(one) for one in _workers(run).values())
+            for role in {*struck} - {None}:
+                self.cells[f"{role}-pool-full", column] += 1
 
     def client(self, row: str, answer: Reply) -> None:
         """A client leaves, or its request is cancelled, now."""

@@ -123,7 +123,7 @@ def _draw_shape(rng: random.Random) -> ClusterShape:
         windows=rng.choice([(None,), (None,), (None,), (None, 6), (5,)]),
         step_s=rng.choice([0.0, 0.002, 0.02, 0.1]),
         token_s=rng.choice([0.0, 0.0005, 0.005]),
-        link_delay_s=rng.choice([0.0, 0.001, 0.05]),
+        link_delay_s=rng.choice([0.0, 0.001, 0.05, 0.3]),
         link_bytes_per_s=rng.choice([1e9, 1e5]),
         read_bytes_per_s=rng.choice([1e9, 1e4, 1e3, 2e2]),
         num_cores=rng.choice([1, 4, 64]),
