@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.chaos.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent.parent
