@@ -33,6 +33,8 @@ from engine.standin import expected_tokens
 from engine.step import StepPlan
 
 LOOK_S = 0.1
+NEWS_S = 2.0
+"""The controller and the routers know of the last fault by then."""
 WHOLE_S = 90.0
 """All members are back by then, once nothing goes wrong any more."""
 QUIET_S = 30.0
@@ -170,6 +172,7 @@ class ChaosRun:
                 return problem
         for one in happening:
             one.result()
+        await self.world.clock.sleep(NEWS_S)
         if problem := await self._until_whole(WHOLE_S):
             return problem
         if problem := await self._until_quiet():
