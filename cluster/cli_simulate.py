@@ -65,14 +65,18 @@ def simulate(**flags: Any) -> None:
 
     --config FILE --trace TRACE --profile FILE serves a trace and prints what `bench serve` would.
     """
-    logging.disable(logging.CRITICAL)  # members log on a real cluster; here the journal tells
     given = [name for name in ("scenario", "schedule", "trace", "synthetic") if flags[name] is not None]
     if len(given) != 1:
         raise click.UsageError("give one of --scenario, --schedule, --trace and --synthetic")
-    if given[0] in ("trace", "synthetic"):
-        _replay(flags)
-    elif not _chaos(flags):
-        raise SystemExit(EXIT_NOT_CLEAN)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # members log on a real cluster; here the journal tells
+    try:
+        if given[0] in ("trace", "synthetic"):
+            _replay(flags)
+        elif not _chaos(flags):
+            raise SystemExit(EXIT_NOT_CLEAN)
+    finally:
+        logging.disable(before)
 
 
 def _replay(flags: dict[str, Any]) -> None:
@@ -96,7 +100,7 @@ def _chaos(flags: dict[str, Any]) -> bool:
         num_runs += 1
         endings += verdict.endings
         cells += verdict.cells
-        _print_verdict(verdict, flags["as_json"])
+        _print_verdict(verdict, flags["schedule"], flags["as_json"])
         if verdict.problem:
             failed = failed or drawn
             if not flags["keep_going"]:
@@ -131,7 +135,7 @@ def _play(schedule: "Schedule", log: TextIO | None) -> "Verdict":
     return play(schedule, log)
 
 
-def _print_verdict(verdict: "Verdict", as_json: bool) -> None:
+def _print_verdict(verdict: "Verdict", stored: Path | None, as_json: bool) -> None:
     if as_json:
         told = {
             "seed": verdict.seed,
@@ -142,13 +146,14 @@ def _print_verdict(verdict: "Verdict", as_json: bool) -> None:
         }
         click.echo(json.dumps(told))
     elif verdict.problem:
-        click.echo("\n".join(_failure_lines(verdict)))
+        click.echo("\n".join(_failure_lines(verdict, stored)))
 
 
-def _failure_lines(verdict: "Verdict") -> Iterator[str]:
+def _failure_lines(verdict: "Verdict", stored: Path | None) -> Iterator[str]:
     yield from verdict.last_lines[-LAST_LINES:]
     yield f"seed {verdict.seed} failed after {verdict.seconds:.3f} s: {verdict.problem}"
-    yield f"again: pdcluster simulate --scenario chaos --seed {verdict.seed}"
+    again = f"--scenario chaos --seed {verdict.seed}" if stored is None else f"--schedule {stored}"
+    yield f"again: pdcluster simulate {again}"
 
 
 def _coverage_lines(cells: "Counter[Cell]") -> Iterator[str]:
@@ -166,6 +171,8 @@ def _coverage_lines(cells: "Counter[Cell]") -> Iterator[str]:
 def _keep(failed: "Schedule", shrink: bool, save: Path | None) -> None:
     import msgspec
 
+    from cluster.bench.results import write_text
+
     if shrink:
         from cluster.sim.shrink import shrink as cut_down
 
@@ -174,5 +181,5 @@ def _keep(failed: "Schedule", shrink: bool, save: Path | None) -> None:
         for item in (failed.shape, *failed.faults, *failed.asked):
             click.echo(f"  {item}")
     if save is not None:
-        save.write_bytes(msgspec.json.format(msgspec.json.encode(failed)))
+        write_text(save, msgspec.json.format(msgspec.json.encode(failed)).decode() + "\n")
         click.echo(f"again: pdcluster simulate --schedule {save}")

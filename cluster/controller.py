@@ -44,6 +44,8 @@ SHUTDOWN_TIMEOUT_S = 30.0
 SETTLE_MARGIN_S = 1.0
 """What leases or links that have ended held is given back so soon after."""
 RECORD_SCHEMA_VERSION = 1
+CONTROLLER_FILE = "controller.json"
+"""The record's name."""
 
 logger = logging.getLogger("pdcluster.controller")
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.actors import AUDIT_TIMEOUT_S, ControllerHost, RouterActor, WorkerActor, pack
-from cluster.controller import Controller, RecordFile
+from cluster.controller import CONTROLLER_FILE, Controller, RecordFile
 from cluster.ray_head import DECODE_RESOURCE, PREFILL_RESOURCE, end_head, start_head
 from cluster.reconcile import MemberId, Target, wanted_workers
 from cluster.runtime import MemberRole, Observed, RouterSpec, WorkerSpec
@@ -41,7 +41,6 @@ from core.link_grpc import GrpcDialer
 from kvtransfer.tiers.files import OsFiles
 
 CONTROLLER_NAME = "controller"
-CONTROLLER_FILE = "controller.json"
 PLACEMENT_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 10.0
@@ -81,7 +80,7 @@ class ControllerActor(ControllerHost):
                 runtime=RayRuntime(name, target.config, Path(log_dir)),
                 clock=SystemClock(),
                 dialer=GrpcDialer(),
-                record=RecordFile(OsFiles(Path(directory)), Path(directory) / CONTROLLER_FILE, target.config.name),
+                record=RecordFile(OsFiles(Path(directory)), Path(directory, CONTROLLER_FILE), target.config.name),
             )
 
         super().__init__(build, Path(log_dir))

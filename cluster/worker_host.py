@@ -233,6 +233,24 @@ def welcome_of(worker: Worker, *, pid: int, model_name: str, max_model_len: int)
     )
 
 
+class Checkup:
+    """Lets a worker check its invariants now and then: one whose books are wrong must not serve on, the assertion ends
+    its host.
+    """
+
+    def __init__(self, worker: Worker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._checked_s = clock.now()
+
+    def when_due(self, did_work: bool) -> None:
+        """After each iteration; `did_work`: there was something to do in it."""
+        now = self._clock.now()
+        if now - self._checked_s >= (CHECK_BUSY_S if did_work else CHECK_IDLE_S):
+            self._checked_s = now
+            self._worker.check()
+
+
 class ThreadedHost:
     """The step loop of a worker process, on the one thread of `executor`. The loop of the doorway is the caller's."""
 
@@ -248,7 +266,7 @@ class ThreadedHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[BaseException], None] = lambda _error: None
         self._executor = executor
-        self._checked_s = clock.now()
+        self._checkup = Checkup(worker, clock)
         self._running: Future[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[BaseException], None]) -> None:
@@ -269,7 +287,7 @@ class ThreadedHost:
             while not self._stop.is_set():
                 did_work = step_once(self._worker, self._inbox, self._clock.now())
                 self._hand_over()
-                self._check_when_due(CHECK_BUSY_S if did_work else CHECK_IDLE_S)
+                self._checkup.when_due(did_work)
                 if not did_work:
                     self._inbox.bell.wait(IDLE_WAIT_S)
         except BaseException as error:
@@ -279,13 +297,6 @@ class ThreadedHost:
         finally:
             self._doorway.is_mute = True
             self._worker.close()
-
-    def _check_when_due(self, interval_s: float) -> None:
-        """A worker whose books are wrong must not serve on: the assertion ends its process."""
-        now = self._clock.now()
-        if now - self._checked_s >= interval_s:
-            self._checked_s = now
-            self._worker.check()
 
     def _hand_over(self) -> None:
         assert self._loop is not None
@@ -325,7 +336,7 @@ class AsyncHost:
         self._executor = executor
         self._spend_step = spend_step
         self._until_read_s = until_read_s
-        self._checked_s = -math.inf
+        self._checkup = Checkup(worker, clock)
         self._wake = asyncio.Event()
         inbox.on_ring = self._wake.set
 
@@ -338,17 +349,14 @@ class AsyncHost:
             if self._spend_step is not None:
                 await self._spend_step()
             self._doorway.deliver(outbound, status)
-            self._check_when_due(CHECK_BUSY_S if did_work else CHECK_IDLE_S)
+            if self._is_checked:
+                self.worker.check()
+            else:
+                self._checkup.when_due(did_work)
             if did_work:
                 await asyncio.sleep(0)
             else:
                 await self._pause()
-
-    def _check_when_due(self, interval_s: float) -> None:
-        now = self._clock.now()
-        if self._is_checked or now - self._checked_s >= interval_s:
-            self._checked_s = now
-            self.worker.check()
 
     async def _step(self) -> bool:
         if self._executor is None:

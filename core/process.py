@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 COMPUTE_NICENESS = 10
+"""Of threads that compute; 0 is everybody's, 19 the least important."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _THREADS = Path("/proc/self/task")
 _STATM = Path("/proc/self/statm")
@@ -58,4 +59,6 @@ def give_way() -> None:
     at once. Linux counts priorities by thread; elsewhere nothing changes.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(own, COMPUTE_NICENESS))

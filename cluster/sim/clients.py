@@ -69,7 +69,7 @@ class Clients:
         service, process = world.runtime.routers[answer.router], world.process(answer.router)
         assert process is not None, "a router that listens has a process"
         serving = process.spawn(self._serve(service, answer))
-        serving.add_done_callback(lambda done: self._served(answer, done))
+        serving.add_done_callback(world.watch)
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(answer.ended.wait())]
         if asked.cancelled_after_s is not None:
             waits.append(asyncio.ensure_future(self._cancel(process, service, answer)))
@@ -110,12 +110,6 @@ class Clients:
             self.on_error(answer)
         finally:
             await events.aclose()
-
-    def _served(self, answer: Reply, serving: "asyncio.Task[None]") -> None:
-        """A request that breaks its router's code is a broken invariant, not an answer."""
-        if not serving.cancelled() and (error := serving.exception()) is not None:
-            self._world.broken(f"{answer.name}: {type(error).__name__}: {error}")
-            answer.end("error", error)
 
     def _connections_break(self, member: str) -> None:
         for answer in self.answers:

@@ -24,14 +24,12 @@ class Journal:
         self._file = file
         self._digest = hashlib.sha256()
         self.last: deque[str] = deque(maxlen=LINES_MAX)
-        self.num_lines = 0
 
     def note(self, text: str) -> None:
         """Write a line."""
         line = f"{self._now():12.6f} {text}"
         self._digest.update(line.encode())
         self.last.append(line)
-        self.num_lines += 1
         if self._file is not None:
             self._file.write(line + "\n")
 

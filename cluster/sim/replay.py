@@ -128,20 +128,26 @@ class Replay:
         tasks: set[asyncio.Task[None]] = set()
         for index, request in enumerate(self._trace.requests):
             await world.clock.sleep(began_s + request.arrival_s - world.clock.now())
+            self._raise_problem()
             task = asyncio.ensure_future(self._ask(index, request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
         looking.cancel()
+        world.check()
+        self._raise_problem()
         return self._numbers(world.clock.now() - began_s)
+
+    def _raise_problem(self) -> None:
+        """Whatever was found wrong so far ends the run, whoever found it."""
+        if self.world.problems:
+            raise SimulationError(problem=self.world.problems[0])
 
     async def _look(self) -> None:
         while True:
             for worker_id, worker in self.world.cluster.workers.items():
                 status = worker.status()
                 self._loads.setdefault(worker_id, Load()).look(status.num_waiting, status.num_running)
-            if self.world.problems:
-                raise SimulationError(problem=self.world.problems[0])
             await self.world.clock.sleep(SAMPLE_EVERY_S)
 
     async def _ask(self, index: int, request: TracedRequest) -> None:
@@ -156,7 +162,12 @@ class Replay:
         max_tokens = min(request.num_output_tokens, options.max_output_tokens or request.num_output_tokens)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prepared = PreparedRequest(token_ids=prompt, sampling=sampling, num_children=1, stop=())
-        answer = await process.spawn(self._serve(served, router.generate_all([prepared])))
+        serving = process.spawn(self._serve(served, router.generate_all([prepared])))
+        serving.add_done_callback(world.watch)
+        await asyncio.wait({serving})
+        if serving.exception() is not None:
+            return
+        answer = serving.result()
         if options.is_verified and not served.failure:
             self._verify(index, prompt, sampling, answer)
 
@@ -181,7 +192,7 @@ class Replay:
     def _verify(self, index: int, prompt: tuple[int, ...], sampling: SamplingParams, answer: list[int]) -> None:
         right = expected_tokens(prompt, sampling, vocab_size=self._options.vocab_size)
         if answer != right:
-            raise SimulationError(problem=f"request {index} is answered with {answer[:20]}, expected {right[:20]}")
+            self.world.broken(f"request {index} is answered with {answer[:20]}, expected {right[:20]}")
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,10 @@ class Machine(Protocol):
         """A member's invariant does not hold."""
         ...
 
+    def watch(self, task: "asyncio.Task[Any]") -> None:
+        """A task that must not fail has ended."""
+        ...
+
     def start_seconds(self, name: str) -> float:
         """How long a member takes from its start until it listens."""
         ...
@@ -71,11 +75,15 @@ class SimRuntime(LocalRuntime):
                 self._machine.broken(f"CL-1: {spec.id} starts in epoch {spec.epoch} again")
             self._epochs[spec.id] = spec.epoch
             coming = self._come_up(spec, start)
-            self._starting[key] = asyncio.get_running_loop().create_task(coming, context=contextvars.Context())
+            task = asyncio.get_running_loop().create_task(coming, context=contextvars.Context())
+            task.add_done_callback(self._machine.watch)
+            self._starting[key] = task
 
     async def _come_up(self, spec: WorkerSpec | RouterSpec, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._clock.sleep(self._machine.start_seconds(spec.id))
         await start()
+        if (router := self.routers.get(RouterId(spec.id))) is not None:
+            router.on_failure = lambda error: self._machine.broken(f"{spec.id}: {type(error).__name__}: {error}")
         del self._starting[str(spec.id), int(spec.epoch)]
 
     async def observe(self) -> list[Observed]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from cluster.assembly import WorkerIdentity
-from cluster.controller import Controller, RecordFile
+from cluster.controller import CONTROLLER_FILE, Controller, RecordFile
 from cluster.local import LocalCluster
 from cluster.reconcile import Target
 from cluster.router_contact import CONTROLLER
@@ -41,7 +41,6 @@ RESPAWN_S = 1.0
 """The supervisor starts a controller that ended so much later."""
 NOTICED_S = 1.1 * HEARTBEAT_TIMEOUT_S + HEARTBEAT_S + 1.0
 """Whoever is silent for so long has been noticed, clocks that differ included."""
-RECORD = Path("controller.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ class World:
                 await self.clock.sleep(RESPAWN_S)
                 continue
             running = process.spawn(self.controller.run())
-            running.add_done_callback(self._controller_ended)
+            running.add_done_callback(self.watch)
             while process.state != "dead":
                 await self.clock.sleep(RESPAWN_S)
 
@@ -158,14 +157,10 @@ class World:
                 runtime=self.runtime,
                 clock=process.clock,
                 dialer=process.dialer,
-                record=RecordFile(self.disk, RECORD, self.config.name),
+                record=RecordFile(self.disk, Path(CONTROLLER_FILE), self.config.name),
                 pid=NO_PID,
             )
         )
-
-    def _controller_ended(self, running: "asyncio.Task[None]") -> None:
-        if not running.cancelled() and (error := running.exception()) is not None:
-            self.broken(f"controller: {type(error).__name__}: {error}")
 
     # ---- the machine -------------------------------------------------------------------------------------------------
 
@@ -186,6 +181,11 @@ class World:
     def broken(self, problem: str) -> None:
         self.journal.note(f"BROKEN {problem}")
         self.problems.append(problem)
+
+    def watch(self, task: "asyncio.Task[Any]") -> None:
+        """What a task of a member ends with, though it may not, is a broken invariant."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.broken(f"{type(error).__name__}: {error}")
 
     def process(self, name: str) -> SimProcess | None:
         """The process of a member that is there, running or stopped."""
@@ -222,10 +222,6 @@ class World:
             self.journal.note(f"{name} goes on")
             process.go_on()
 
-    def members(self) -> list[str]:
-        """Names of members that listen."""
-        return [*self.cluster.workers, *self.runtime.routers]
-
     def routers(self) -> list[RouterService]:
         return list(self.runtime.routers.values())
 
@@ -249,8 +245,9 @@ class World:
 
     def _is_read_blocked(self, reader: str, source: str) -> bool:
         """NIXL needs the help of both sides, and the way between them."""
-        stopped = (p for p in (self.process(reader), self.process(source)) if p is not None and p.state == "stopped")
-        return any(True for _ in stopped) or self.network.is_partitioned(reader, source)
+        ends = (self.process(reader), self.process(source))
+        is_stopped = any(process is not None and process.state == "stopped" for process in ends)
+        return is_stopped or self.network.is_partitioned(reader, source)
 
     def _runner(self, identity: WorkerIdentity) -> tuple[PacedRunner, memoryview]:
         process = self._processes[identity.worker_id]

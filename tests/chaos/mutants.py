@@ -80,12 +80,12 @@ MUTANTS = (
     ),
     # ---- session and reads -------------------------------------------------------------------------------------------
     Mutant(
-        name="digests-are-ignored",
+        name="digest-of-what-arrived-is-not-computed",
         found_by=2,
         area="session",
         file="kvtransfer/puller.py",
-        old="for index, offered, found in rows if offered == found]",
-        new="for index, offered, found in rows]",
+        old="            digests = self._digester.digest(job.targets)\n",
+        new="            digests = list(job.digests)\n",
     ),
     Mutant(
         name="targets-come-free-while-they-are-read",
@@ -168,12 +168,12 @@ MUTANTS = (
         new="                self.num_evictions += 1\n",
     ),
     Mutant(
-        name="prefix-may-have-a-gap",
-        found_by=1,
+        name="known-prefix-skips-what-is-missing",
+        found_by=11,
         area="pool",
         file="engine/kv/pool.py",
-        old="                    if window is None:  # whatever comes later needs this block\n",
-        new="                    if window is None and index > 2:\n",
+        old="            if block is None:\n                break\n            blocks.append(block)",
+        new="            if block is None:\n                continue\n            blocks.append(block)",
     ),
     Mutant(
         name="preempted-sequence-is-forgotten",
@@ -228,12 +228,12 @@ MUTANTS = (
         new="            state = replace(state, epoch=Epoch(max(1, state.epoch)), phase",
     ),
     Mutant(
-        name="end-of-a-member-is-not-noticed",
+        name="vanished-member-counts-as-running",
         found_by=2,
         area="reconcile",
         file="cluster/reconcile.py",
         old="    if current is None or not current.alive:\n",
-        new="    if current is not None and not current.alive:\n",
+        new="    if current is None:\n        return state\n    if not current.alive:\n",
     ),
     Mutant(
         name="ended-member-waits-for-an-hour",

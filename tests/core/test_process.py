@@ -27,3 +27,18 @@ def test_only_the_thread_that_asks_for_it_and_those_it_starts_give_way() -> None
     note("main")
     wanted = max(before, COMPUTE_NICENESS)
     assert found == {"step": wanted, "started by it": wanted, "main": before}
+
+
+def test_who_gives_way_more_already_goes_on_doing_so() -> None:
+    """Nobody may raise its own priority: the machine would refuse, and the worker not start."""
+    found: list[int] = []
+
+    def compute() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS + 5)
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [COMPUTE_NICENESS + 5]

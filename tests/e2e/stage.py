@@ -1,10 +1,11 @@
 """What clusters on stand-in runners and virtual time share: a model of letters, its tokenizer, the passing of time."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from cluster.assembly import ServedModel
+from cluster.sim import model as letters
 from core.clock import ManualClock
 from core.ids import WeightIdentity
 from engine.standin import standin_layout
@@ -22,37 +23,11 @@ LETTERS = ServedModel(
 T = TypeVar("T")
 
 
-class LetterCodec:
-    """Every token is one letter; no tokenizer needed."""
+class LetterCodec(letters.LetterCodec):
+    """Of the VOCAB letters."""
 
-    vocab_size = VOCAB
-    token_bytes_max = 1
-    is_byte_level = True
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(c) % VOCAB for c in text]
-
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(m["content"] for m in messages)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(self.token_text(t)[0] for t in token_ids)
-
-    def spell(self, token_ids: Sequence[int]) -> str:
-        return self.decode(token_ids)
-
-    def is_special(self, token_id: int) -> bool:
-        return False
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id)[1]
-
-    def token_name(self, token_id: int) -> str:
-        return self.token_text(token_id)[0]
-
-    def token_text(self, token_id: int) -> tuple[str, bytes]:
-        letter = chr(33 + token_id % 90)
-        return letter, letter.encode()
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, T]], clock: ManualClock) -> T:

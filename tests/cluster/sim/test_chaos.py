@@ -1,6 +1,8 @@
 """The chaos scenario: seeds run clean, a seed is one run to the last byte of its log, failures are cut down."""
 
+import asyncio
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from cluster.sim.coverage import COLUMNS, ROWS
 from cluster.sim.schedule import VOCAB_SIZE, Asked, Fault, Schedule, draw
 from cluster.sim.shrink import fewest, shrink
 from kvtransfer.puller import Puller, PullResult
+from router.service import RouterService
 from tests.e2e.faults.table import PAGE, read_table
 
 SEEDS = Path(__file__).parent.parent.parent / "chaos" / "seeds"
@@ -146,3 +149,23 @@ def test_cell_is_counted_when_a_fault_strikes_there() -> None:
     assert verdict.endings == Counter(error=1, done=1)
     struck = {cell for cell in verdict.cells if not cell[0].endswith("pool-full")}
     assert struck == {("decode-killed-last", "decode")}
+
+
+def test_others_may_log_again_after_a_simulation(caplog: pytest.LogCaptureFixture) -> None:
+    assert CliRunner().invoke(main, ["simulate", "--scenario", "chaos", "--seed", "5"]).exit_code == 0
+    logging.getLogger("pdcluster").warning("here")
+    assert "here" in caplog.text
+
+
+def test_router_that_breaks_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: an invariant of a router that fails once, when nobody else looks."""
+    failures = iter([False] * 40 + [True])
+    check = RouterService.check
+
+    def once(self: RouterService) -> None:
+        check(self)
+        if asyncio.current_task() is self._ticker:
+            assert not next(failures, False), "RQ-1: broken for a moment"
+
+    monkeypatch.setattr(RouterService, "check", once)
+    assert "RQ-1: broken for a moment" in play(draw(5)).problem

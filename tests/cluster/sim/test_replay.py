@@ -2,10 +2,12 @@
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from cluster.cli import main
 from cluster.sim.model import StepCost
@@ -13,6 +15,9 @@ from cluster.sim.replay import ReplayOptions, replay
 from cluster.sim.trace import Trace, read_trace
 from core.config import ClusterConfig, parse_config
 from core.errors import SimulationError
+from core.messages import TokenUpdate
+from engine.kv.pool import BlockPool
+from router.run import Run
 from tests.cluster.sim.traces import MOONCAKE, trace_of
 
 CONFIG = """
@@ -153,3 +158,25 @@ def test_command_line_that_does_not_fit_is_refused(arguments: list[str], problem
     given = [] if "--trace" in arguments else ["--config", str(config), "--profile", str(profile)]
     done = CliRunner().invoke(main, ["simulate", *arguments, *given])
     assert done.exit_code == 2 and problem in done.output, done.output
+
+
+@pytest.mark.parametrize("last_s", [0.0, 500.0])
+def test_wrong_answer_ends_the_run_whenever_it_comes(monkeypatch: pytest.MonkeyPatch, last_s: float) -> None:
+    """Planted: the router loses a token of each answer. Later requests do not hide what an early one showed."""
+    deliver = Run.deliver
+
+    def lose(self: Run, updates: Iterable[TokenUpdate]) -> list[int]:
+        return deliver(self, [replace(update, token_ids=update.token_ids[:0]) for update in updates])
+
+    monkeypatch.setattr(Run, "deliver", lose)
+    trace = trace_of((0.0, 10, 3, (1, 2, 3)), (last_s, 10, 3, (4, 5, 6)))
+    with pytest.raises(SimulationError, match="request 0 is answered with"):
+        replay(config_with(), trace, options(lambda plan: 0.01))
+
+
+def test_broken_invariant_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what a request held is never given back to its worker."""
+    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: None)
+    trace = trace_of((0.0, 10, 1, (1, 2, 3)), (200.0, 10, 1, (4, 5, 6)))
+    with pytest.raises(SimulationError, match="KV-1"):
+        replay(config_with(), trace, options(lambda plan: 0.01))
